@@ -76,7 +76,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Answers:
+class HarnessAnswers:
     """What a side said of one task.
 
     Attributes:
@@ -92,7 +92,7 @@ class Answers:
     log_p: list[list[float]]
 
 
-def ask(side: Timed, task: str, limit: int, manager: Any) -> Answers:
+def ask(side: Timed, task: str, limit: int, manager: Any) -> HarnessAnswers:
     """Runs one task of the harness."""
     import lm_eval  # pyright: ignore[reportMissingImports]
 
@@ -107,7 +107,7 @@ def ask(side: Timed, task: str, limit: int, manager: Any) -> Answers:
     )
     assert results is not None
     items = sorted(results["samples"][task], key=lambda item: item["doc_id"])
-    return Answers(
+    return HarnessAnswers(
         seconds=side.seconds,
         figures=results["results"][task],
         right=[item["acc"] for item in items],
@@ -138,7 +138,9 @@ def theirs(options: Options) -> Timed:
     return Timed(HFLM(pretrained=path, dtype="float32", device="cpu"))
 
 
-def line(name: str, answers: Answers, first: Answers | None = None) -> str:
+def line(
+    name: str, answers: HarnessAnswers, first: HarnessAnswers | None = None
+) -> str:
     """Returns one row of the table; `first` is whom it is compared with."""
     count = len(answers.right)
     figures = answers.figures

@@ -20,7 +20,7 @@ from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.row_decoder import RowDecoder
 from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
-from recurjax.types import Array, Cache, Lanes, Missing, Tokens
+from recurjax.types import Array, Cache, LoopPositions, Missing, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
@@ -149,7 +149,7 @@ class SupportsExits(Stack, Protocol):
     def tick(
         self,
         x: Float[Array, "B T D"],
-        lanes: Lanes,
+        lanes: LoopPositions,
         cache: Cache,
         weights: PyTree[Any],
         *,
@@ -161,7 +161,7 @@ class SupportsExits(Stack, Protocol):
     def fill_ticks(
         self,
         x: Float[Array, "B 1 D"],
-        leaving: Lanes,
+        leaving: LoopPositions,
         cache: Cache,
         weights: PyTree[Any],
     ) -> Cache:

@@ -46,7 +46,7 @@ Missing = Literal["propagate", "share", "skip"]
 state; those of loop 1, as the model was trained with; or none: it is not seen there."""
 
 
-class Lanes(NamedTuple):
+class LoopPositions(NamedTuple):
     """Where tokens of a looped stack stand that are not all at the same loop.
 
     Attributes:

@@ -78,7 +78,7 @@ class Options:
             )
 
 
-class Point(NamedTuple):
+class RatioPoint(NamedTuple):
     """A model at a budget.
 
     Attributes:
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def markdown(points: list[Point]) -> str:
+def markdown(points: list[RatioPoint]) -> str:
     """Returns a row a model and R: its compute, its figures and the paper's."""
     heads = ("model", "R", "R of that compute without a memory")
     heads += ("bits a byte", "paper", "CORE", "paper")
@@ -150,7 +150,7 @@ def markdown(points: list[Point]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(points: list[Point], file: Path) -> None:
+def draw(points: list[RatioPoint], file: Path) -> None:
     """Draws bits a byte (and CORE) over compute; the paper's figures are dashed."""
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
@@ -198,11 +198,11 @@ def _of_length(run: Experiment, ratio: int) -> Experiment:
 
 def _point(
     options: Options, model: str, ratio: int, run: Experiment, result: Reached
-) -> Point:
+) -> RatioPoint:
     # What a run that diverged has kept is not what was asked for.
     lacking = options.core is None or result.diverged
     core = None if lacking else _core(options, run)
-    point = Point(
+    point = RatioPoint(
         model, ratio, ratio * run.objective.passes, result.bits_per_byte, core
     )
     if options.small:

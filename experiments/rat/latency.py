@@ -71,7 +71,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class LatencyCell:
     """One figure of a table.
 
     Attributes:
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(options: Options) -> Iterator[Cell]:
+def measure(options: Options) -> Iterator[LatencyCell]:
     """Times every layer at every length."""
     width = 64 if options.tiny else 2048
     for length in options.lengths:
@@ -114,7 +114,7 @@ def measure(options: Options) -> Iterator[Cell]:
         for name in options.layers:
             mixer = _mixers(width, length)[name]
             layer = jax.jit(partial(_make, mixer, width))(jax.random.key(0))
-            cell = partial(Cell, layer=name, length=length)
+            cell = partial(LatencyCell, layer=name, length=length)
             for table in ("training", "forward"):
                 ms = _pass_ms(table, layer, batch, length, width, options.repeats)
                 yield cell(table=table, batch=batch, ms=ms)
@@ -123,7 +123,7 @@ def measure(options: Options) -> Iterator[Cell]:
                 yield cell(table="decode", batch=rows, ms=ms)
 
 
-def markdown(cells: list[Cell]) -> str:
+def markdown(cells: list[LatencyCell]) -> str:
     """Returns a table each, the paper's figure in brackets."""
     lengths = sorted({cell.length for cell in cells})
     lines = [device_name(), ""]
@@ -142,7 +142,7 @@ def markdown(cells: list[Cell]) -> str:
     return "\n".join(lines)
 
 
-def _column(cells: list[Cell], name: str, length: int, batch: int | None) -> str:
+def _column(cells: list[LatencyCell], name: str, length: int, batch: int | None) -> str:
     mine = [
         cell
         for cell in cells

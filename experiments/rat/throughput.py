@@ -78,7 +78,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ThroughputRow:
     """One model at one length.
 
     Attributes:
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(options: Options) -> Iterator[Row]:
+def measure(options: Options) -> Iterator[ThroughputRow]:
     """Measures every model at every length."""
     for length in options.lengths:
         for name in options.models:
@@ -159,7 +159,9 @@ def _model(name: str, length: int, *, tiny: bool) -> Decoder:
     return make(jax.random.key(0))
 
 
-def _measure(name: str, model: Decoder, prompt: int, new: int, most: int) -> Row:
+def _measure(
+    name: str, model: Decoder, prompt: int, new: int, most: int
+) -> ThroughputRow:
     def fits(batch: int) -> bool:
         """Runs both programs once, short."""
         run = partial(_generate, model, batch, prompt, new, short=True)
@@ -171,7 +173,7 @@ def _measure(name: str, model: Decoder, prompt: int, new: int, most: int) -> Row
     prefill = decoding = 0.0
     if batch > 0:
         prefill, decoding = _generate(model, batch, prompt, new, short=False)
-    return Row(
+    return ThroughputRow(
         model=name,
         prompt=prompt,
         new=new,

@@ -42,7 +42,7 @@ COLUMNS = ("forward_ms", "forward_backward_ms", "backward_mib")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class ScalingPoint:
     """One schedule at one length N; times are minima in ms, memory is in MiB."""
 
     schedule: str
@@ -54,7 +54,7 @@ class Point:
 
 def measure(
     length: int, name: str, shape: dict[str, int], dtype: Dtype, *, repeats: int
-) -> Point:
+) -> ScalingPoint:
     """Compiles and times both passes of one schedule at one length."""
     shape = shape | {"T": length}
     passes: LayerPasses = programs(layers(shape)[name], shape, dtype)
@@ -66,7 +66,7 @@ def measure(
         for run in (forward, gradient)
     ]
     temporary = gradient.memory_analysis().temp_size_in_bytes
-    return Point(
+    return ScalingPoint(
         schedule=name,
         length=length,
         forward_ms=times[0],
@@ -75,7 +75,7 @@ def measure(
     )
 
 
-def table(points: list[Point], shape: dict[str, int], dtype: Dtype) -> str:
+def table(points: list[ScalingPoint], shape: dict[str, int], dtype: Dtype) -> str:
     """Returns Markdown: a row a length, and per schedule its three figures."""
     lengths = sorted({point.length for point in points})
     names = list(dict.fromkeys(point.schedule for point in points))
@@ -98,7 +98,7 @@ def table(points: list[Point], shape: dict[str, int], dtype: Dtype) -> str:
     return "\n".join([head, "", *lines, ""])
 
 
-def draw(points: list[Point], png: Path) -> None:
+def draw(points: list[ScalingPoint], png: Path) -> None:
     """Draws the three columns over N, both axes logarithmic."""
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
@@ -120,7 +120,7 @@ def draw(points: list[Point], png: Path) -> None:
     write_atomic(png, drawn.getvalue())
 
 
-def main(arguments: list[str] | None = None) -> list[Point]:
+def main(arguments: list[str] | None = None) -> list[ScalingPoint]:
     """Measures, writes the three files and returns the points."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)

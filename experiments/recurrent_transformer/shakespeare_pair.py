@@ -77,7 +77,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class PairRun:
     """A trained model: which one, its validation score, what it took.
 
     Attributes:
@@ -139,7 +139,7 @@ def pair(options: Options) -> dict[str, Experiment]:
     return experiments
 
 
-def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
+def trainer(model: str, experiment: Experiment) -> Callable[[float, int], PairRun]:
     """Returns what trains and scores a model at a rate, with a seed.
 
     It makes the same updates as `recurjax train --optimizer.learning-rate RATE
@@ -157,7 +157,7 @@ def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
 
     start = build_step(experiment, mesh).initialise
 
-    def run(rate: float, seed: int) -> Run:
+    def run(rate: float, seed: int) -> PairRun:
         state = start(jax.random.key(seed))
         rows = iter(dataset.loader("train", length=length, batch=batch, seed=seed))
         began = time.process_time()
@@ -172,7 +172,7 @@ def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
         held_out = dataset.loader("validation", length=length, batch=batch)
         batches = islice(map(_batch, held_out), experiment.evaluation.batches)
         result = score(state.model, batches, token_bytes=dataset.tokenizer.token_bytes)
-        return Run(
+        return PairRun(
             model=model,
             rate=rate,
             seed=seed,
@@ -184,7 +184,7 @@ def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
 
 
 def table(
-    runs: list[Run],
+    runs: list[PairRun],
     experiments: dict[str, Experiment],
     *,
     rates: tuple[float, ...],
@@ -228,7 +228,7 @@ def table(
     return "\n".join(lines) + "\n"
 
 
-def read_results(file: Path, experiments: dict[str, Experiment]) -> list[Run]:
+def read_results(file: Path, experiments: dict[str, Experiment]) -> list[PairRun]:
     """Reads the runs that are done; none without the file.
 
     Raises:
@@ -241,11 +241,11 @@ def read_results(file: Path, experiments: dict[str, Experiment]) -> list[Run]:
         raise UserError(
             f"{file} has runs of other settings: name another --directory or remove it"
         )
-    return [Run(**run) for run in results["runs"]]
+    return [PairRun(**run) for run in results["runs"]]
 
 
 def write_results(
-    file: Path, experiments: dict[str, Experiment], runs: list[Run]
+    file: Path, experiments: dict[str, Experiment], runs: list[PairRun]
 ) -> None:
     """Writes all runs so far, whole or not at all."""
     results = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}

@@ -1,14 +1,19 @@
 """The gated linear recurrence, whole or restarted in chunks."""
 
-from pallas_kernels.gated_scan.api import Queried, Scanned, gated_scan, queried_scan
+from pallas_kernels.gated_scan.api import (
+    GatedScanOutputs,
+    QueriedScanOutputs,
+    gated_scan,
+    queried_scan,
+)
 from pallas_kernels.gated_scan.call import BlockSizes, GateLogits, gate_of
 from pallas_kernels.gated_scan.queries import add_at_ends, ends_of, key_logits
 
 __all__ = [
     "BlockSizes",
     "GateLogits",
-    "Queried",
-    "Scanned",
+    "QueriedScanOutputs",
+    "GatedScanOutputs",
     "add_at_ends",
     "ends_of",
     "gate_of",

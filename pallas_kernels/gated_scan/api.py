@@ -24,7 +24,7 @@ from pallas_kernels.mesh_cut import Cut
 Array = jax.Array
 
 
-class Scanned(NamedTuple):
+class GatedScanOutputs(NamedTuple):
     """What the recurrence gives, one entry for each stream of values.
 
     Attributes:
@@ -36,7 +36,7 @@ class Scanned(NamedTuple):
     finals: tuple[Float[Array, "B D"], ...]
 
 
-class Queried(NamedTuple):
+class QueriedScanOutputs(NamedTuple):
     """What the recurrence gives of values, and of keys that queries read.
 
     Attributes:
@@ -62,7 +62,7 @@ def gated_scan(
     chunk: int | None = None,
     blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
-) -> Scanned:
+) -> GatedScanOutputs:
     """Computes h[t] = g[t] h[t-1] + (1 - g[t]) v[t] for every stream v of `values`.
 
     A stream of W < D channels is tiled: channel d reads v[t, d mod W]. The state is at
@@ -91,7 +91,7 @@ def gated_scan(
     options = GatedScanOptions(chunk=chunk, blocks=blocks or BlockSizes())
     call = GatedScanCall(gate, tuple(values), initial, starts, lengths, None, options)
     out = dispatch.run(OP, call, implementation=implementation)
-    return Scanned(out.states, out.finals)
+    return GatedScanOutputs(out.states, out.finals)
 
 
 def queried_scan(
@@ -106,7 +106,7 @@ def queried_scan(
     lengths: Int[Array, " B"] | None = None,
     blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
-) -> Queried:
+) -> QueriedScanOutputs:
     """Scans values and keys by one gate; each position's queries read its own key.
 
     As `gated_scan` of (values, keys), but where a position's key serves only its own
@@ -147,7 +147,7 @@ def queried_scan(
     (values, ends), finals, logits = dispatch.run(
         _QUERIED, call, implementation=implementation
     )
-    return Queried(values, ends, logits, finals)
+    return QueriedScanOutputs(values, ends, logits, finals)
 
 
 def _zeros(gate, streams: int) -> tuple[Array, ...]:

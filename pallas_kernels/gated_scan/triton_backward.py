@@ -21,8 +21,8 @@ from pallas_kernels.gated_scan.triton_launch import (
 )
 from pallas_kernels.gated_scan.triton_program import (
     Gates,
-    Program,
     Read,
+    ScanProgram,
     Tiled,
     at_group,
     over_tiles,
@@ -108,7 +108,7 @@ def _summarize_backward_kernel(*refs, launch: Launch):
     streams = dict.fromkeys(("d_states", "d_finals", "added"), N)
     counts = launch.gate_counts | {"lengths": launch.lengths}
     at = by_name(_SummaryRefs, refs, **streams, **counts)
-    program = Program.here(launch)
+    program = ScanProgram.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
 
@@ -167,7 +167,7 @@ def _backward_kernel(*refs, launch: Launch):
         d_bias=int(launch.logits),
         **launch.gate_counts,
     )
-    program = Program.here(launch)
+    program = ScanProgram.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
     initial = [program.read_row(ref) for ref in at.initial]
@@ -251,13 +251,13 @@ class _Inputs(NamedTuple):
     d_logits: list[Tiled]
 
 
-def _ends(program: Program, final_refs, length_refs):
+def _ends(program: ScanProgram, final_refs, length_refs):
     """Returns (the row's last position or None, gradients of its last states)."""
     last = length_refs[0][program.row] - 1 if length_refs else None
     return last, tuple(tuple(program.read_row(ref)) for ref in final_refs)
 
 
-def _entering(program: Program, d_finals: States, summary_refs, last) -> States:
+def _entering(program: ScanProgram, d_finals: States, summary_refs, last) -> States:
     """Returns the gradient that enters the stretch from behind."""
     launch = program.launch
     if last is not None:  # It enters at the row's own last position instead.
@@ -277,14 +277,16 @@ def _entering(program: Program, d_finals: States, summary_refs, last) -> States:
     )
 
 
-def _positions(program: Program, n: Array):
+def _positions(program: ScanProgram, n: Array):
     """Returns the positions of turn n of the reversed stretch, and if they are own."""
     unroll = program.launch.tiles.unroll
     top = program.first + (program.turns - n) * unroll - 1
     return [(top - u, program.inside(top - u)) for u in range(unroll)]
 
 
-def _read_streams(program: Program, refs, t: Array, keep: Array | None) -> list[Tiled]:
+def _read_streams(
+    program: ScanProgram, refs, t: Array, keep: Array | None
+) -> list[Tiled]:
     return [program.read(ref, t, other=0.0, keep=keep) for ref in refs]
 
 
@@ -295,7 +297,7 @@ def _is_last(t: Array, inside: Array | None, last: Array | None) -> Array | None
     return t == last if inside is None else (t == last) & inside
 
 
-def _before(program: Program, refs, initial: list[Tiled], t: Array):
+def _before(program: ScanProgram, refs, initial: list[Tiled], t: Array):
     """Returns the states before position t; zeros before a chunk that is not first."""
     # The first position has no state before it in memory: it reads the initial one.
     # Chunks start from 0, wherever their neighbour ended.

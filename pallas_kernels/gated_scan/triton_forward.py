@@ -20,8 +20,8 @@ from pallas_kernels.gated_scan.triton_launch import (
 )
 from pallas_kernels.gated_scan.triton_program import (
     Gates,
-    Program,
     Read,
+    ScanProgram,
     Tiled,
     at_group,
 )
@@ -98,7 +98,7 @@ def _summarize_kernel(*refs, launch: Launch):
     """Writes what a stretch makes of a state: h_last = product h_in + added."""
     N = launch.streams
     at = by_name(_SummaryRefs, refs, values=N, added=N, **launch.gate_counts)
-    program = Program.here(launch)
+    program = ScanProgram.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
 
     def turn(n, carry):
@@ -145,7 +145,7 @@ def _forward_kernel(*refs, launch: Launch):
         sums=launch.read,
         **launch.gate_counts,
     )
-    program = Program.here(launch)
+    program = ScanProgram.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last = at.lengths[0][program.row] - 1 if at.lengths else None
     written = at.states if launch.keeps else at.states[:-1]
@@ -186,7 +186,7 @@ def _forward_kernel(*refs, launch: Launch):
         program.write_row(ref, list(parts), done)
 
 
-def _entering(program: Program, initial_refs, summary_refs) -> States:
+def _entering(program: ScanProgram, initial_refs, summary_refs) -> States:
     """Returns the state before the stretch: zeros before a chunk that is not first."""
     if not program.launch.tiles.linked:
         first = program.block == 0
@@ -197,7 +197,9 @@ def _entering(program: Program, initial_refs, summary_refs) -> States:
     )
 
 
-def fold_summaries(program: Program, refs, states: States, count, block_of) -> States:
+def fold_summaries(
+    program: ScanProgram, refs, states: States, count, block_of
+) -> States:
     """Takes states through the summaries of stretches block_of(0), ..., count of them.
 
     Without summaries there is one stretch only.
@@ -217,7 +219,7 @@ def fold_summaries(program: Program, refs, states: States, count, block_of) -> S
     return jax.lax.fori_loop(0, count, fold, states)
 
 
-def _inputs(program: Program, n: Array, gates: Gates, value_refs, query_refs=()):
+def _inputs(program: ScanProgram, n: Array, gates: Gates, value_refs, query_refs=()):
     """Reads the positions of turn n; those beyond the stretch change nothing."""
     read = []
     for u in range(program.launch.tiles.unroll):

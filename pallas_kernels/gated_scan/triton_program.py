@@ -18,7 +18,7 @@ and store: tile by tile that takes it tens of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class ScanProgram:
     """The program's row, stretch and channels.
 
     Attributes:
@@ -33,7 +33,7 @@ class Program:
     column: Array
 
     @classmethod
-    def here(cls, launch: Launch) -> "Program":
+    def here(cls, launch: Launch) -> "ScanProgram":
         """Returns where this program stands: neighbours have neighbouring channels."""
         # Neighbours in memory run side by side, so that they share its lines.
         n = pl.program_id(0)
@@ -142,12 +142,12 @@ class Gates(NamedTuple):
       bias: of its channels, read once; None: the gate itself is given.
     """
 
-    program: Program
+    program: ScanProgram
     refs: GateInputs
     bias: Tiled | None
 
     @classmethod
-    def of(cls, program: Program, refs: GateInputs) -> "Gates":
+    def of(cls, program: ScanProgram, refs: GateInputs) -> "Gates":
         """Reads what is the same at all positions."""
         return cls(program, refs, program.read_bias(refs.bias))
 

@@ -28,7 +28,7 @@ NormParameters = tuple[Float[Array, "L _"] | None, Float[Array, "L _"] | None]
 """Scale and bias of a norm; None where it has none."""
 
 
-class Prepared(NamedTuple):
+class PreparedWeights(NamedTuple):
     """Weights as the loops read them; matrices in one dtype, vectors as they came."""
 
     w_qkv: Array  # [L, D, (H + 2 K) E]
@@ -47,7 +47,7 @@ class Prepared(NamedTuple):
     k_norm: tuple[Array | None, Array | None]
 
 
-def prepare(weights: LayerWeights, dtype) -> Prepared:
+def prepare(weights: LayerWeights, dtype) -> PreparedWeights:
     """Lays the weights out, matrices in `dtype`.
 
     Linear in the weights: the transpose, in a wide dtype, maps gradients back.
@@ -70,7 +70,7 @@ def prepare(weights: LayerWeights, dtype) -> Prepared:
         ]
         return jnp.concatenate(whole, axis=-1)
 
-    return Prepared(
+    return PreparedWeights(
         # One product for queries and temporary pairs, which read the layer's input, and
         # one for the persistent pair, which reads z: the same w_k and w_v twice.
         w_qkv=columns(w.w_q, w.w_k, w.w_v),
@@ -125,7 +125,7 @@ class Transposed(NamedTuple):
     w_down: Array
 
 
-def transpose(w: Prepared) -> Transposed:
+def transpose(w: PreparedWeights) -> Transposed:
     """Transposes the matrices."""
     return Transposed(*(jnp.swapaxes(getattr(w, n), 1, 2) for n in Transposed._fields))
 
@@ -269,7 +269,7 @@ def _erf(x: jax.Array) -> jax.Array:
 
 
 def persistent_source(
-    z: Float[Array, "L ... D"], w: Prepared, spec: LayerSpec
+    z: Float[Array, "L ... D"], w: PreparedWeights, spec: LayerSpec
 ) -> Float[Array, "L ... D"]:
     """Returns what the persistent pair is projected from: norm(z), or z (ablation)."""
     return pre_norm(z, w.attention_norm, spec) if spec.normed_persistent else z

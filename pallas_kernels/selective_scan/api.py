@@ -13,9 +13,9 @@ from pallas_kernels.mesh_cut import Cut
 from pallas_kernels.selective_scan import mosaic_tpu, triton, xla
 from pallas_kernels.selective_scan.call import (
     BlockSizes,
-    Scanned,
     SelectiveScanCall,
     SelectiveScanOptions,
+    SelectiveScanOutputs,
 )
 
 Array = jax.Array
@@ -42,7 +42,7 @@ def selective_scan(
     chunk: int = CHUNK,
     blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
-) -> Scanned:
+) -> SelectiveScanOutputs:
     """Computes y[t] = C[t] . h[t] + D u[t], h[t] = exp(s[t] A) h[t-1] + s[t] B[t] u[t].
 
     For every channel of I and each of its N states, with the step
@@ -116,7 +116,9 @@ def specs(cut: Cut, call: SelectiveScanCall, backend: str) -> Specs:
         starts=None if call.starts is None else by_row,
     )
     # The states that enter chunks lie as the loops read them: [B, chunks, N, I].
-    return Specs(of_call, Scanned(wide, state), P(rows, None, None, channels))
+    return Specs(
+        of_call, SelectiveScanOutputs(wide, state), P(rows, None, None, channels)
+    )
 
 
 OP = dispatch.Op(

@@ -71,7 +71,7 @@ class SelectiveScanCall(NamedTuple):
     options: SelectiveScanOptions
 
 
-class Scanned(NamedTuple):
+class SelectiveScanOutputs(NamedTuple):
     """What the recurrence gives.
 
     Attributes:

@@ -20,8 +20,8 @@ from jaxtyping import Float
 from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.selective_scan.call import (
     BlockSizes,
-    Scanned,
     SelectiveScanCall,
+    SelectiveScanOutputs,
     refusal_of_arrays,
     refusal_of_unroll,
 )
@@ -484,7 +484,7 @@ def expressible(call: SelectiveScanCall) -> str | None:
 
 def forward(
     call: SelectiveScanCall, *, residuals: bool
-) -> tuple[Scanned, Float[Array, "B G N I"] | None]:
+) -> tuple[SelectiveScanOutputs, Float[Array, "B G N I"] | None]:
     """Returns (y, final), and the states [B, G, N, I] that enter chunks or None."""
     arrays, I = Arrays.of(call), call.u.shape[2]
     launch = Launch.of(arrays, call)
@@ -504,12 +504,14 @@ def forward(
         out_shape=out_shape,
         scratch=[launch.state, launch.rows, launch.rows, launch.rows],
     )
-    out = Scanned(y[..., :I], final.swapaxes(1, 2)[:, :I])
+    out = SelectiveScanOutputs(y[..., :I], final.swapaxes(1, 2)[:, :I])
     return out, states[0][..., :I] if states else None
 
 
 def backward(
-    call: SelectiveScanCall, residuals: Float[Array, "B G N I"], cotangents: Scanned
+    call: SelectiveScanCall,
+    residuals: Float[Array, "B G N I"],
+    cotangents: SelectiveScanOutputs,
 ) -> SelectiveScanCall:
     """Returns gradients in place of the arrays."""
     (_, T, I), N = call.u.shape, call.a.shape[1]

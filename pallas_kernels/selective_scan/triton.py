@@ -19,8 +19,8 @@ from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.powers import refusal_of_size
 from pallas_kernels.selective_scan.call import (
     BlockSizes,
-    Scanned,
     SelectiveScanCall,
+    SelectiveScanOutputs,
     refusal_of_arrays,
     refusal_of_unroll,
 )
@@ -191,7 +191,7 @@ def launch_kernel(launch: Launch, kernel, arrays: Arrays, more: tuple, out_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class BlockProgram:
     """The program's row and channels, and how it reads and writes there."""
 
     launch: Launch
@@ -199,7 +199,7 @@ class Program:
     block: Array
 
     @classmethod
-    def here(cls, launch: Launch) -> "Program":
+    def here(cls, launch: Launch) -> "BlockProgram":
         """Returns where this program stands: neighbours have neighbouring channels."""
         n = pl.program_id(0)
         return cls(
@@ -241,7 +241,7 @@ class Program:
         mask = jnp.full((self.launch.N,), inside)
         pltriton.store(ref.at[line, pl.ds(0, self.launch.N)], value, mask=mask)
 
-    def step(self, ins: Arrays, t, bias: Array) -> "Step":
+    def step(self, ins: Arrays, t, bias: Array) -> "ScanStep":
         """Reads what moves the state at position t."""
         inside = t < self.launch.T
         raw = self.read(ins.dt, t, inside) + bias
@@ -252,12 +252,12 @@ class Program:
             restart = pltriton.load(at, mask=inside, other=0) > 0
         # Past the row's end the step is 0: the state stays as it is.
         delta = jnp.where(inside, softplus(raw), 0.0)
-        return Step(
+        return ScanStep(
             t, inside, raw, delta, u, self.read_shared(ins.b, t, inside), restart
         )
 
 
-class Step(NamedTuple):
+class ScanStep(NamedTuple):
     """What a position does to the state."""
 
     t: Array
@@ -294,7 +294,7 @@ def sigmoid(x: Array) -> Array:
 # once a block of channels, and a state of every chunk where they are kept.
 def forward_kernel(launch: Launch, ins: Arrays, y_ref, final_ref, *kept_ref):
     """Writes y, the last state and, where there is a place for them, kept states."""
-    program = Program.here(launch)
+    program = BlockProgram.here(launch)
     a = pltriton.load(program.state(ins.a, 0))
     bias = pltriton.load(ins.bias.at[program.channels])
     skip = pltriton.load(ins.skip.at[program.channels])
@@ -333,12 +333,12 @@ def backward_kernel(launch: Launch, ins: Arrays, kept_ref, dy_ref, d_final_ref, 
     """Writes the gradients of everything; of b and c one block of channels' part."""
     du_ref, ddt_ref, dz_ref, db_ref, dc_ref, da_ref, d_initial_ref = outs[:7]
     d_skip_ref, d_bias_ref = outs[7:]
-    program = Program.here(launch)
+    program = BlockProgram.here(launch)
     a = pltriton.load(program.state(ins.a, 0))
     bias = pltriton.load(ins.bias.at[program.channels])
     skip = pltriton.load(ins.skip.at[program.channels])
 
-    def back(s: Step, before: Array, decay: Array, after: Array, sums):
+    def back(s: ScanStep, before: Array, decay: Array, after: Array, sums):
         """Goes back over one position; `dh` is what the later ones ask of its state."""
         dh, da, d_skip, d_bias = sums
         c, z = program.read_shared(ins.c, s.t, s.inside), program.read(ins.z, *s[:2])
@@ -445,7 +445,7 @@ def expressible(call: SelectiveScanCall) -> str | None:
 
 def forward(
     call: SelectiveScanCall, *, residuals: bool
-) -> tuple[Scanned, Float[Array, "B G N I"] | None]:
+) -> tuple[SelectiveScanOutputs, Float[Array, "B G N I"] | None]:
     """Returns (y, final), and the states [B, G, N, I] that enter chunks or None."""
     launch = Launch.of(call, backward=False)
     B, N, I, G = launch.B, launch.N, launch.I, launch.chunks
@@ -458,12 +458,14 @@ def forward(
     arrays = Arrays.of(call)
     y, final, *states = launch_kernel(launch, forward_kernel, arrays, (), out_shape)
     final = final.reshape(B, N, I).swapaxes(1, 2)
-    out = Scanned(y.reshape(call.u.shape), final)
+    out = SelectiveScanOutputs(y.reshape(call.u.shape), final)
     return out, states[0].reshape(B, G, N, I) if states else None
 
 
 def backward(
-    call: SelectiveScanCall, residuals: Float[Array, "B G N I"], cotangents: Scanned
+    call: SelectiveScanCall,
+    residuals: Float[Array, "B G N I"],
+    cotangents: SelectiveScanOutputs,
 ) -> SelectiveScanCall:
     """Returns gradients in place of the arrays."""
     launch, arrays = Launch.of(call, backward=True), Arrays.of(call)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import target
-from pallas_kernels.selective_scan.call import Scanned, SelectiveScanCall
+from pallas_kernels.selective_scan.call import SelectiveScanCall, SelectiveScanOutputs
 
 Array = jax.Array
 
@@ -27,7 +27,7 @@ def supported(call: SelectiveScanCall) -> str | None:
 
 def forward(
     call: SelectiveScanCall, *, residuals: bool
-) -> tuple[Scanned, Float[Array, "B G N I"] | None]:
+) -> tuple[SelectiveScanOutputs, Float[Array, "B G N I"] | None]:
     """Returns (y, final), and the states [B, G, N, I] that enter chunks or None."""
     u, T = call.u, call.u.shape[1]
     steps = _Steps.of(call, call.options.chunk if residuals else T)
@@ -54,11 +54,13 @@ def forward(
     y = _passed_by(y[:, :T], u, call.skip)
     if call.z is not None:
         y = y * jax.nn.silu(call.z.astype(y.dtype))
-    return Scanned(y.astype(u.dtype), h.swapaxes(1, 2)), entering
+    return SelectiveScanOutputs(y.astype(u.dtype), h.swapaxes(1, 2)), entering
 
 
 def backward(
-    call: SelectiveScanCall, residuals: Float[Array, "B G N I"], cotangents: Scanned
+    call: SelectiveScanCall,
+    residuals: Float[Array, "B G N I"],
+    cotangents: SelectiveScanOutputs,
 ) -> SelectiveScanCall:
     """Returns gradients in place of the arrays.
 

@@ -104,7 +104,7 @@ def layer_rows(
 ) -> Iterator[BenchRow]:
     """Times x + mixer(norm(x)): training's two passes, and one token after T - 1."""
     B, T, D = (shape[letter] for letter in "BTD")
-    layer = jax.jit(partial(Layer, mixer, D))(jax.random.key(0))
+    layer = jax.jit(partial(MixerLayer, mixer, D))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, T, D), dtype)
     ids = jnp.zeros((B, T), jnp.int32)
 
@@ -145,7 +145,7 @@ def layer_rows(
     yield measure(f"rat/{name}/decode", shape | {"T": 1, "S": T}, times=times, tokens=B)
 
 
-class Layer(nnx.Module):
+class MixerLayer(nnx.Module):
     """x + mixer(norm(x)): what every row times."""
 
     def __init__(self, mixer: MixerConfig, width: int, key: jax.Array):
@@ -166,7 +166,9 @@ def _cache_bytes(row: BenchRow) -> str:
     length, sizes = 65536, []
     for name, mixer in mixers(shape).items():
         # Shapes suffice to count bytes; nothing of 65,536 tokens is allocated.
-        layer = jax.eval_shape(partial(Layer, mixer, shape["D"]), jax.random.key(0))
+        layer = jax.eval_shape(
+            partial(MixerLayer, mixer, shape["D"]), jax.random.key(0)
+        )
         cache = jax.eval_shape(
             lambda layer=layer: layer.mixer.init_cache(1, 1, length, row.dtype)
         )

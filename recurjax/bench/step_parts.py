@@ -11,7 +11,7 @@ from recurjax.bench.timing import in_turns
 from recurjax.exits import exits_of
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.model import Decoder
-from recurjax.types import Array, Lanes, Tokens
+from recurjax.types import Array, LoopPositions, Tokens
 
 
 class Parts(NamedTuple):
@@ -67,7 +67,7 @@ def _head(model: Decoder, rows_: int) -> Callable[[], Any]:
 
 def _missing(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
     weights = jax.jit(lambda model: exits_of(model).tick_weights())(model)
-    lanes = Lanes(
+    lanes = LoopPositions(
         loop=jnp.zeros((rows_, 1), jnp.int32),
         position=jnp.full((rows_, 1), length // 2),
         live=jnp.ones((rows_, 1), bool),

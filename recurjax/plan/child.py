@@ -32,7 +32,7 @@ from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
-from recurjax.plan.programs import Program, build_program
+from recurjax.plan.programs import DeviceProgram, build_program
 from recurjax.plan.topology import Topology, parse_topology
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, make_mesh
@@ -145,7 +145,11 @@ def versions() -> dict[str, str]:
 
 
 def _compiled(
-    program: Program, topology: Topology, mesh: Any, request: dict[str, Any], began
+    program: DeviceProgram,
+    topology: Topology,
+    mesh: Any,
+    request: dict[str, Any],
+    began,
 ) -> dict[str, Any]:
     # Counted on the jaxpr, before a compiler merges or drops anything.
     traced = program.function.trace(*program.arguments)
@@ -307,7 +311,7 @@ def as_if_on(devices: list[Any], topology: Topology, mesh: Mesh) -> Iterator[Non
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class CompiledMemory:
     """Bytes on one device.
 
     Attributes:
@@ -343,12 +347,14 @@ class Memory:
         )
 
 
-def read_memory(compiled: Any, parts: dict[str, Any], *, made_caches: bool) -> Memory:
+def read_memory(
+    compiled: Any, parts: dict[str, Any], *, made_caches: bool
+) -> CompiledMemory:
     """Reads the compiler's analysis.
 
     Args:
       compiled: the program.
-      parts: its arguments by what they are, see `Program.parts`.
+      parts: its arguments by what they are, see `DeviceProgram.parts`.
       made_caches: what it returns is a cache (prefill).
     """
     analysis = compiled.memory_analysis()
@@ -358,7 +364,7 @@ def read_memory(compiled: Any, parts: dict[str, Any], *, made_caches: bool) -> M
     rest = max(analysis.argument_size_in_bytes - known, 0)
     # A donated argument's buffer is used again for a result: counted once, above.
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return Memory(
+    return CompiledMemory(
         parameters=sizes.get("parameters", 0),
         optimizer=sizes.get("optimizer", 0),
         caches=sizes.get("caches", 0) + (results if made_caches else 0),

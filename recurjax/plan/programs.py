@@ -33,7 +33,7 @@ ROWS_A_SHARD = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class DeviceProgram:
     """One program, ready to be traced.
 
     Attributes:
@@ -59,7 +59,7 @@ def build_program(
     *,
     rows: int | None = None,
     length: int | None = None,
-) -> Program:
+) -> DeviceProgram:
     """Builds a program as training, evaluation and generation run it.
 
     Args:
@@ -91,7 +91,7 @@ def build_program(
     return _decode(experiment, mesh, texts, tokens)
 
 
-def _training(experiment: Experiment, mesh: Mesh) -> Program:
+def _training(experiment: Experiment, mesh: Mesh) -> DeviceProgram:
     step, training = build_step(experiment, mesh), experiment.training
     state = step.state
     parts = {
@@ -101,7 +101,7 @@ def _training(experiment: Experiment, mesh: Mesh) -> Program:
     }
     if step.frozen is not None:
         parts["parameters"] = (state.model, step.frozen)
-    return Program(
+    return DeviceProgram(
         function=step.function,
         arguments=(state, step.batch, step.frozen),
         parts=parts,
@@ -110,7 +110,7 @@ def _training(experiment: Experiment, mesh: Mesh) -> Program:
     )
 
 
-def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
+def _evaluation(experiment: Experiment, mesh: Mesh) -> DeviceProgram:
     length, rows = experiment.training.length, experiment.evaluation_batch
     # A batch that training would refuse has no plan either.
     check_batch(rows, mesh, name="evaluation.batch")
@@ -120,7 +120,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
         (experiment.model.vocabulary,), jnp.int32, sharding=replicated(mesh)
     )
     sums = partial(batch_sums, objective=experiment.objective)
-    return Program(
+    return DeviceProgram(
         function=jax.jit(sums, out_shardings=replicated(mesh)),
         arguments=(model, batch, sizes),
         parts={"parameters": model, "data": (batch, sizes)},
@@ -130,7 +130,9 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
     )
 
 
-def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
+def _prefill(
+    experiment: Experiment, mesh: Mesh, rows: int, length: int
+) -> DeviceProgram:
     model = multiplied_shapes(_model(experiment, mesh, length))
     # Generation shards rows only: the tokens of a prompt stay together.
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
@@ -139,7 +141,7 @@ def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Prog
     params = jax.eval_shape(lambda m: _free(m, rows, length).params, model)
     params = _place(params, by_row)
     run = partial(read_slots, by="exact", top=0, length=length)
-    return Program(
+    return DeviceProgram(
         function=jax.jit(lambda model, *text: run(model, None, *text)),
         arguments=(model, ids, counts, params),
         parts={"parameters": model, "data": (ids, counts)},
@@ -160,7 +162,9 @@ def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
     return model
 
 
-def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
+def _decode(
+    experiment: Experiment, mesh: Mesh, rows: int, length: int
+) -> DeviceProgram:
     before = _prefill(experiment, mesh, rows, length)
     # The caches lie where prefill's compiler leaves them.
     compiled = before.function.lower(*before.arguments).compile()
@@ -171,7 +175,7 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
     until_free = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
     model = before.arguments[0]
     run = partial(decode_slots, strategy=SequenceWise(), steps=1, top=0)
-    return Program(
+    return DeviceProgram(
         function=jax.jit(run, donate_argnums=2),
         arguments=(model, None, slots, ended, until_free),
         # Its prefill is compiled first: only the compiler decides where caches lie.
@@ -182,7 +186,7 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
     )
 
 
-def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Program:
+def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> DeviceProgram:
     if mesh.size > 1:
         raise UserError(
             "tokens leave early on one device: plan a tick for one, such as "
@@ -209,7 +213,7 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Progra
         (state, weights, ended, until_free), replicated(mesh)
     )
     run = partial(decode_slots, strategy=strategy, steps=1, top=0)
-    return Program(
+    return DeviceProgram(
         function=jax.jit(run, donate_argnums=2),
         arguments=(model, weights, state, ended, until_free),
         parts={"parameters": (model, weights), "caches": state},

@@ -9,7 +9,7 @@ from typing import Any
 from recurjax.data.tokenizers import Tokenizer, count_characters
 from recurjax.serving.bodies import Wanted
 from recurjax.serving.prompt_scores import PromptScores
-from recurjax.serving.worker import News, Stream
+from recurjax.serving.worker import AnswerStream, News
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
@@ -21,7 +21,7 @@ class Choice:
       begin: text that comes before it: the prompt, for `echo`.
     """
 
-    def __init__(self, *, index: int, stream: Stream, begin: str):
+    def __init__(self, *, index: int, stream: AnswerStream, begin: str):
         self.index, self.stream, self.begin = index, stream, begin
         self.begun = False
         self.text = ""

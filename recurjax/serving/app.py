@@ -35,7 +35,7 @@ from recurjax.serving.bodies import (
 )
 from recurjax.serving.errors import RequestError
 from recurjax.serving.metrics import Metrics
-from recurjax.serving.talk import Events, RequestStream, Whole
+from recurjax.serving.talk import Events, RequestStream, WholeAnswer
 from recurjax.serving.worker import Worker
 
 T = TypeVar("T")
@@ -401,7 +401,7 @@ class App:
         talk = RequestStream(served.worker, choices, self._metrics, served.name)
         if wanted.stream:
             return Events(talk, answers)
-        return Whole(talk, answers)
+        return WholeAnswer(talk, answers)
 
 
 async def _unknown_route(request: Request, error: Exception) -> Response:

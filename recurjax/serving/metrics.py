@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from recurjax.serving.worker import Stream, Worker
+from recurjax.serving.worker import AnswerStream, Worker
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -34,7 +34,7 @@ class Metrics:
         # `collect` below is asked at each scrape: engines' figures are never stale.
         registry.register(self)
 
-    def ended(self, model: str, stream: Stream) -> None:
+    def ended(self, model: str, stream: AnswerStream) -> None:
         """Counts a request that has ended."""
         request = stream.request
         if request is None:

@@ -62,7 +62,7 @@ _FAILED = {
 }
 
 
-class Whole:
+class WholeAnswer:
     """Answers in one piece, unless the client goes away first."""
 
     def __init__(self, talk: RequestStream, answers: Answers):

@@ -34,7 +34,7 @@ class News:
     reason: str | None
 
 
-class Stream:
+class AnswerStream:
     """A request as the event loop sees it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stream:
         self,
         prompt: np.ndarray,
         settings: RequestSettings,
-        news: "asyncio.Queue[tuple[Stream, News]]",
+        news: "asyncio.Queue[tuple[AnswerStream, News]]",
         *,
         scored: bool = False,
         continues: bool = True,
@@ -95,10 +95,14 @@ class Worker:
         self.draining = False
         self._build, self._most_waiting = build, most_waiting
         # A queue without locks of the loop's: the thread blocks on it while idle.
-        self._inbox: queue.SimpleQueue[tuple[str, Stream | None]] = queue.SimpleQueue()
-        self._streams: set[Stream] = set()  # the event loop's
-        self._running: dict[Request, Stream] = {}  # the thread's
-        self._scoring: deque[tuple[Stream, Iterator[PromptScores | None]]] = deque()
+        self._inbox: queue.SimpleQueue[tuple[str, AnswerStream | None]] = (
+            queue.SimpleQueue()
+        )
+        self._streams: set[AnswerStream] = set()  # the event loop's
+        self._running: dict[Request, AnswerStream] = {}  # the thread's
+        self._scoring: deque[tuple[AnswerStream, Iterator[PromptScores | None]]] = (
+            deque()
+        )
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
 
     @property
@@ -135,7 +139,7 @@ class Worker:
         *,
         scored: bool = False,
         continues: bool = True,
-    ) -> list[Stream]:
+    ) -> list[AnswerStream]:
         """Takes some requests, or none of them.
 
         Args:
@@ -158,9 +162,9 @@ class Worker:
                 429,
                 f"{self.open} requests are open, of at most {most}: try again later",
             )
-        news: asyncio.Queue[tuple[Stream, News]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[AnswerStream, News]] = asyncio.Queue()
         streams = [
-            Stream(*request, news, scored=scored, continues=continues)
+            AnswerStream(*request, news, scored=scored, continues=continues)
             for request in requests
         ]
         for stream in streams:
@@ -182,14 +186,14 @@ class Worker:
                 f"takes {most} at once: send fewer, or serve with a larger --queue",
             )
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: AnswerStream) -> None:
         """Ends a request; nothing where it has ended."""
         if stream.open:
             # Closed at once, so that its place counts as free before the thread acts.
             self._close(stream)
             self._inbox.put(("cancel", stream))
 
-    async def next(self, stream: Stream) -> list[tuple[Stream, News]]:
+    async def next(self, stream: AnswerStream) -> list[tuple[AnswerStream, News]]:
         """Waits for news of a stream or of those submitted with it; returns all."""
         batch = [await stream.news.get()]
         while not stream.news.empty():
@@ -200,7 +204,7 @@ class Worker:
                 self._close(scored_stream)
         return batch
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: AnswerStream) -> None:
         stream.open = False
         self._streams.discard(stream)
 
@@ -215,7 +219,7 @@ class Worker:
         except Exception as error:  # told to every client; the server goes on
             self.broken = str(error).partition("\n")[0][:300] or type(error).__name__
             # Those not yet submitted wait for news too and would wait for ever.
-            waiting: list[Stream | None] = []
+            waiting: list[AnswerStream | None] = []
             while not self._inbox.empty():
                 waiting.append(self._inbox.get()[1])
             waiting += [stream for stream, _ in self._scoring]
@@ -245,7 +249,7 @@ class Worker:
         self._tell([*filter(None, map(self._news, engine.step()))])
         return True
 
-    def _submit(self, engine: Engine, stream: Stream) -> None:
+    def _submit(self, engine: Engine, stream: AnswerStream) -> None:
         if not stream.continues:
             self._tell([(stream, _ended("length"))])
             return
@@ -261,7 +265,7 @@ class Worker:
                 self._scoring.popleft()
                 self._submit(engine, stream)
 
-    def _news(self, request: Request) -> tuple[Stream, News] | None:
+    def _news(self, request: Request) -> tuple[AnswerStream, News] | None:
         stream = self._running.get(request)
         if stream is None:
             return None
@@ -282,7 +286,7 @@ class Worker:
             del self._running[request]
         return stream, news
 
-    def _tell(self, news: list[tuple[Stream, News]]) -> None:
+    def _tell(self, news: list[tuple[AnswerStream, News]]) -> None:
         """Hands news over to the event loop, all of a step at once."""
         # To wake it takes a system call, and the interpreter from this thread.
         for loop in {stream.loop for stream, _ in news}:
@@ -294,7 +298,7 @@ class Worker:
                     self._running.pop(stream.request, None)  # pyright: ignore
 
 
-def _put(batch: list[tuple[Stream, News]]) -> None:
+def _put(batch: list[tuple[AnswerStream, News]]) -> None:
     for stream, news in batch:
         stream.news.put_nowait((stream, news))
 

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import harness_smollm2
-from experiments.harness_smollm2 import Answers, Timed, line, main
+from experiments.harness_smollm2 import HarnessAnswers, Timed, line, main
 from recurjax.errors import UserError
 
 
 def answers(right, log_p):
-    return Answers(seconds=2.0, figures={"acc,none": 0.5}, right=right, log_p=log_p)
+    return HarnessAnswers(
+        seconds=2.0, figures={"acc,none": 0.5}, right=right, log_p=log_p
+    )
 
 
 def test_a_row_counts_the_items_that_both_answer_alike():

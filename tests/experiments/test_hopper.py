@@ -26,9 +26,9 @@ from experiments.recurrent_transformer.hopper.launch import (
     PAIR,
     PARTS,
     Arrivals,
-    Cut,
     Launch,
     LayerWidths,
+    WidthCut,
     choose_cut,
     refusal_of_widths,
     slopes_of,
@@ -240,7 +240,7 @@ def steps_of(launch: Launch, program: int, worker: int, count: int) -> Iterator[
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
     columns, count = 56, 4
-    cut = Cut.of(LayerWidths(128, 128, parts * 128), columns)
+    cut = WidthCut.of(LayerWidths(128, 128, parts * 128), columns)
     # Every worker attends to something.
     heads = 2 * cut.programs + 1
     spec = dataclasses.replace(PLAIN.spec, heads=heads, key_heads=heads)

@@ -37,7 +37,7 @@ def test_the_pair_differs_in_the_stack_only_and_not_in_its_size(script):
 def test_runs_that_are_done_are_read_and_make_the_table(script, tmp_path, capsys):
     options = script.Options(rates=(1e-2, 1e-3), seeds=2)
     runs = [
-        script.Run(
+        script.PairRun(
             model=model,
             rate=rate,
             seed=seed,
@@ -61,7 +61,7 @@ def test_runs_that_are_done_are_read_and_make_the_table(script, tmp_path, capsys
 
 def test_one_model_alone_is_trained_where_it_is_named(script, tmp_path, capsys):
     options = script.Options(models=("transformer",), rates=(1e-2,), seeds=1, steps=9)
-    run = script.Run(
+    run = script.PairRun(
         model="transformer", rate=1e-2, seed=0, bits_per_byte=3.0, seconds=1.0
     )
     script.write_results(tmp_path / "results.json", script.pair(options), [run])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from recurjax.layers.attention import dropped_slots
-from recurjax.types import Lanes, Tokens
+from recurjax.types import LoopPositions, Tokens
 from tests.compiling import scatters
 from tests.inference.conftest import build
 from tests.inference.engine.models import LENGTH
@@ -51,7 +51,7 @@ def test_places_of_new_tokens_are_known_to_be_unique(name, rows, tokens):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_places_of_a_tick_are_known_to_be_unique(rows, lanes):
     stack = switches.build(OWN).stack
-    at = Lanes(
+    at = LoopPositions(
         loop=jnp.broadcast_to(jnp.arange(lanes), (rows, lanes)),
         position=jnp.zeros((rows, lanes), jnp.int32),
         live=jnp.zeros((rows, lanes), bool),

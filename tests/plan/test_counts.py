@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from recurjax.plan.child import Memory, read_memory
+from recurjax.plan.child import CompiledMemory, read_memory
 from recurjax.plan.flops import Flops, count_flops
 from recurjax.plan.hlo import array_bytes, parse
 from recurjax.plan.traffic import Traffic, read_traffic
@@ -392,7 +392,7 @@ def test_results_that_share_a_buffer_with_an_argument_take_no_memory_twice():
     )
     compiled = SimpleNamespace(memory_analysis=lambda: analysis)
     memory = read_memory(compiled, parts, made_caches=False)
-    assert memory == Memory(
+    assert memory == CompiledMemory(
         parameters=400,
         optimizer=804,
         caches=0,

@@ -9,7 +9,7 @@ from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.inference.engine import RequestSettings
 from recurjax.serving.answers import Answers, Choice
 from recurjax.serving.bodies import read_wishes
-from recurjax.serving.worker import News, Stream
+from recurjax.serving.worker import AnswerStream, News
 from tests.serving.running import GREEDY, running, told
 
 
@@ -79,8 +79,8 @@ def answers(*, chat: bool) -> tuple[Answers, Choice]:
         prompt_tokens=1,
     )
 
-    async def stream() -> Stream:
-        return Stream(np.array([97]), RequestSettings(), asyncio.Queue())
+    async def stream() -> AnswerStream:
+        return AnswerStream(np.array([97]), RequestSettings(), asyncio.Queue())
 
     return made, Choice(index=0, stream=asyncio.run(stream()), begin="")
 

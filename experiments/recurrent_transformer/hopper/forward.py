@@ -21,7 +21,7 @@ from experiments.recurrent_transformer.hopper.launch import (
 )
 from experiments.recurrent_transformer.hopper.products import (
     Role,
-    Worker,
+    RowWorker,
     finish,
     multiply,
 )
@@ -43,7 +43,7 @@ _APART = 32
 """Counters between two that are used: each has a line of the cache of its own."""
 
 
-class Tile(NamedTuple):
+class _TileStages(NamedTuple):
     """What a tile's positions computed."""
 
     z: Float[Array, "b B D"]
@@ -60,7 +60,7 @@ def run_tile(
     q: Float[Array, "b B HE"],
     running: tuple[Array, Array, Array],
     k_norm: NormParameters,
-) -> Tile:
+) -> _TileStages:
     """Runs a tile's positions.
 
     Args:
@@ -81,7 +81,7 @@ def run_tile(
     last = norm_and_rotate(out.raw_k[None], k_norm, None, launch.spec)
     last = last.reshape(out.raw_k.shape).astype(out.keys.dtype)
     keys = out.keys.at[-1].set(last)
-    return Tile(out.z, out.attended, out.lse, keys, out.values)
+    return _TileStages(out.z, out.attended, out.lse, keys, out.values)
 
 
 def _launch(
@@ -204,7 +204,7 @@ def _tile_kernel(launch: Launch, refs: Refs, count: int) -> None:
             each(lambda worker: _product_task(*state, worker, tick, count, adding))  # noqa: B023
 
 
-def _hold_weight(refs: Refs, worker: Worker) -> None:
+def _hold_weight(refs: Refs, worker: RowWorker) -> None:
     loaded, held = refs.scratch.loaded, refs.scratch.held.at[worker.played]
     weights: Any = refs.layer.weights
     weight = weights.at[worker.program]
@@ -212,7 +212,9 @@ def _hold_weight(refs: Refs, worker: Worker) -> None:
     plgpu.barrier_wait(loaded)
 
 
-def _attention_task(launch, refs, counters, worker: Worker, tick, count: int) -> None:
+def _attention_task(
+    launch, refs, counters, worker: RowWorker, tick, count: int
+) -> None:
     t, block, there = launch.task(tick, ATTENDED, count)
     number = worker.number * launch.cut.programs + worker.program
     first, heads = launch.first_head(block, number), launch.spec.heads
@@ -232,7 +234,7 @@ def _attention_task(launch, refs, counters, worker: Worker, tick, count: int) ->
 
 
 def _product_task(
-    launch, refs, counters, worker: Worker, tick, count: int, adding: bool | None
+    launch, refs, counters, worker: RowWorker, tick, count: int, adding: bool | None
 ) -> None:
     role = Role.of(launch, worker.program)
     t, block, there = launch.task(tick, role.kind, count)
@@ -251,14 +253,14 @@ def _product_task(
         counters.tell(jnp.where(is_part, PARTS, role.kind), block)
 
 
-def _player(launch: Launch) -> Callable[[Callable[[Worker], None]], None]:
+def _player(launch: Launch) -> Callable[[Callable[[RowWorker], None]], None]:
     """Returns what has every worker that this instance plays do something."""
     instance = jax.lax.axis_index(INSTANCE)
 
-    def each(play: Callable[[Worker], None]) -> None:
+    def each(play: Callable[[RowWorker], None]) -> None:
         if launch.played == 1:
-            return play(Worker(instance, 0, jax.lax.axis_index(WORKER)))
+            return play(RowWorker(instance, 0, jax.lax.axis_index(WORKER)))
         first = instance * launch.played
-        pl.loop(0, launch.played)(lambda n: play(Worker(first + n, n, 0)))
+        pl.loop(0, launch.played)(lambda n: play(RowWorker(first + n, n, 0)))
 
     return each

@@ -61,7 +61,7 @@ class Stage(NamedTuple):
         return self.groups * self.parts
 
 
-class Cut(NamedTuple):
+class WidthCut(NamedTuple):
     """A layer's stages: a program has `columns` columns and `depth` rows of a weight.
 
     Keys and values are stages of their own, so that a group's columns are one's alone.
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
     value: Stage
 
     @classmethod
-    def of(cls, widths: LayerWidths, columns: int) -> "Cut":
+    def of(cls, widths: LayerWidths, columns: int) -> "WidthCut":
         """Cuts weights of D contracted rows, which w_down has F / D times."""
         D, HE, F = widths
         stages, first = [], 0
@@ -107,7 +107,7 @@ class Cut(NamedTuple):
         return weight + chunks * 2 * SIDE * CHUNK + barriers
 
 
-class Task(NamedTuple):
+class RowTask(NamedTuple):
     """A block of rows at a position; `there`: whether there is such a one."""
 
     position: Any
@@ -136,7 +136,7 @@ class Launch:
     """
 
     spec: LayerSpec
-    cut: Cut
+    cut: WidthCut
     blocks: int
     loaded: int = SIDE
     played: int = 1
@@ -157,12 +157,12 @@ class Launch:
         """Returns how many there are for so many positions."""
         return (count - 1) * self.period + self.blocks + PAIR
 
-    def task(self, tick: Any, kind: Any, count: int) -> Task:
+    def task(self, tick: Any, kind: Any, count: int) -> RowTask:
         """Returns what a stage has at a tick, by what it writes, ATTENDED to PAIR."""
         n = tick - kind
         position, block = n // self.period, n % self.period
         there = (n >= 0) & (block < self.blocks) & (position < count)
-        return Task(position, block, there)
+        return RowTask(position, block, there)
 
     def first_head(self, block: Any, worker: Any) -> Any:
         """Returns the first of a block's heads that a worker attends for.
@@ -212,13 +212,13 @@ def choose(n: Any, of: Sequence[int]) -> Any:
     return sum((n == i) * value for i, value in enumerate(of))
 
 
-def choose_cut(widths: LayerWidths, *, most: int, shared: int) -> Cut | None:
+def choose_cut(widths: LayerWidths, *, most: int, shared: int) -> WidthCut | None:
     """Returns the cut into the most programs, up to `most`, that fit `shared` bytes."""
     D, HE, F = widths
     if D != HE or F % D or D % SIDE:
         return None
     for columns in range(CHUNK, D + 1, _ALIGNED):
-        cut = Cut.of(widths, columns)
+        cut = WidthCut.of(widths, columns)
         if cut.programs <= most:
             return cut if cut.shared_bytes <= shared else None
     return None

@@ -25,7 +25,7 @@ from pallas_kernels.recurrent_prefill.call import (
     LayerWeights,
     Residuals,
 )
-from pallas_kernels.recurrent_prefill.equations import HIDDEN, Prepared, prepare
+from pallas_kernels.recurrent_prefill.equations import HIDDEN, PreparedWeights, prepare
 from pallas_kernels.recurrent_prefill.tiles.layout import queries_and_pairs
 from pallas_kernels.target import current, shared_memory_bytes
 
@@ -155,7 +155,10 @@ def _launch(
 
 
 def _run_layer(
-    launch: Launch, x: Float[Array, "tiles b B D"], w: Prepared, wide: Prepared
+    launch: Launch,
+    x: Float[Array, "tiles b B D"],
+    w: PreparedWeights,
+    wide: PreparedWeights,
 ) -> tuple[Array, Array, Array]:
     """Returns z, attended values and normalizers of every tile.
 

@@ -34,7 +34,7 @@ from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
 Y_SQUARES, Z_SQUARES, KEY_SQUARES = range(3)
 
 
-class Worker(NamedTuple):
+class RowWorker(NamedTuple):
     """Who does a task: a program, where its weight lies, and which of its workers."""
 
     program: Any
@@ -45,7 +45,7 @@ class Worker(NamedTuple):
 class Role(NamedTuple):
     """What a program has; each a number that the program finds out when it runs."""
 
-    stage: Any  # 0 to 4, in the order of `Cut.stages`
+    stage: Any  # 0 to 4, in the order of `WidthCut.stages`
     group: Any
     part: Any
     start: Any  # the group's first column
@@ -71,7 +71,7 @@ class Role(NamedTuple):
 
 
 def multiply(
-    launch: Launch, refs: Refs, role: Role, worker: Worker, t, block
+    launch: Launch, refs: Refs, role: Role, worker: RowWorker, t, block
 ) -> Float[Array, "64 C"]:
     """Multiplies a block of rows at position t by a program's block of its weight."""
     cut, scratch, outputs = launch.cut, refs.scratch, refs.outputs
@@ -120,7 +120,7 @@ def finish(
     launch: Launch,
     refs: Refs,
     role: Role,
-    worker: Worker,
+    worker: RowWorker,
     t,
     block,
     result: Float[Array, "64 C"],

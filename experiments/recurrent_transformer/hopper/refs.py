@@ -17,13 +17,13 @@ from experiments.recurrent_transformer.hopper.launch import (
     CHUNK,
     RING,
     SIDE,
-    Cut,
     Launch,
     Stage,
+    WidthCut,
     slopes_of,
 )
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
-from pallas_kernels.recurrent_prefill.equations import Prepared
+from pallas_kernels.recurrent_prefill.equations import PreparedWeights
 
 
 class Resident(NamedTuple):
@@ -41,7 +41,7 @@ class Resident(NamedTuple):
     slopes: Array  # [H], ALiBi's
 
     @classmethod
-    def of(cls, w: Prepared, spec: LayerSpec, cut: Cut) -> "Resident":
+    def of(cls, w: PreparedWeights, spec: LayerSpec, cut: WidthCut) -> "Resident":
         """Folds the norms into one layer's weights [1, N, M], which are float32."""
         source = w.attention_norm if spec.normed_persistent else (None, None)
         w_kv, b_kv = _fold(w.w_kv, w.b_kv, source)
@@ -71,7 +71,7 @@ class Resident(NamedTuple):
 
 
 def _blocks(
-    cut: Cut, stage: Stage, weight: Float[Array, "N M"], bias: Float[Array, " M"]
+    cut: WidthCut, stage: Stage, weight: Float[Array, "N M"], bias: Float[Array, " M"]
 ) -> tuple[Float[Array, "p C D"], Float[Array, "p C"], Float[Array, "p C"]]:
     """Returns what each program of a stage has of its weight and bias, and counts."""
     starts, C = jnp.array(cut.starts(stage)), cut.columns

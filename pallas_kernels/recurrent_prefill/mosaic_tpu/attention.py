@@ -26,7 +26,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Softmax state of queries that have read some of their keys."""
 
     largest: Any
@@ -34,7 +34,7 @@ class Running(NamedTuple):
     weighted: Any
 
     @classmethod
-    def scratch(cls, *shape: int, numbers: int, width: int) -> "Running":
+    def scratch(cls, *shape: int, numbers: int, width: int) -> "SoftmaxState":
         """Returns VMEM for the state of queries [*shape].
 
         Args:
@@ -57,7 +57,7 @@ class Stacked(NamedTuple):
     def scratch(cls, groups: list[HeadGroup], b: int, dtype) -> "Stacked":
         """Returns VMEM for it."""
         shape, width = (PAIR, len(groups), b * groups[0].heads), groups[0].width
-        state = Running.scratch(*shape, numbers=LANES, width=width)
+        state = SoftmaxState.scratch(*shape, numbers=LANES, width=width)
         return cls(pltpu.VMEM((*shape, width), dtype), state)
 
 
@@ -134,7 +134,9 @@ def attend_chunk(
     # for the matrix unit or for a sum over lanes, the others go on.
     parts = [(i, g, group) for i in range(PAIR) for g, group in enumerate(groups)]
     states = [
-        Running(*(ref.at[i, g, pl.ds(0, b * group.heads)] for ref in stacked.state))
+        SoftmaxState(
+            *(ref.at[i, g, pl.ds(0, b * group.heads)] for ref in stacked.state)
+        )
         for i, g, group in parts
     ]
     logits = [logits_of(*part) for part in parts]
@@ -159,7 +161,7 @@ def attend_chunk(
         state.weighted[:, mine] = weighted + read[n]
 
 
-def unstack(stacked: Stacked, state: Running, groups, spec: LayerSpec):
+def unstack(stacked: Stacked, state: SoftmaxState, groups, spec: LayerSpec):
     """Puts PAIR rows' heads side by side, [b, H E], and their numbers in lanes."""
     _, b, lanes = state.largest.shape
     head = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (b, lanes), 1), spec.heads)
@@ -259,7 +261,7 @@ class PrefixScratch(NamedTuple):
         chunks = pltpu.VMEM((BUFFERS, PAIR, tiles.keys, HE), dtype)
         written = pltpu.VMEM((few, b, HE), dtype)
         return cls(
-            state_rows=Running.scratch(few, b, numbers=lanes, width=HE),
+            state_rows=SoftmaxState.scratch(few, b, numbers=lanes, width=HE),
             stacked=Stacked.scratch(head_groups(spec), b, dtype),
             q_rows=pltpu.VMEM((2, PAIR, b, HE), dtype),
             k_chunks=chunks,
@@ -418,7 +420,7 @@ def read_prefix(
         def one_pair(j, _):
             read_pair(i * (few // PAIR) + j)
             mine = (ref.at[pl.ds(PAIR * j, PAIR)] for ref in scratch.state_rows)
-            unstack(scratch.stacked, Running(*mine), groups, spec)
+            unstack(scratch.stacked, SoftmaxState(*mine), groups, spec)
 
         jax.lax.fori_loop(0, few // PAIR, one_pair, None)
         block = pl.ds(pl.multiple_of(i * few, few), few)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
-from pallas_kernels.recurrent_prefill.equations import Prepared
+from pallas_kernels.recurrent_prefill.equations import PreparedWeights
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     COPIES,
     NEAR,
@@ -243,7 +243,7 @@ class TileScratch(NamedTuple):
 
 
 def _positions_back(
-    launch: Launch, tile: LayerTape, w: Prepared, known: Known, q: Array, dk, dv
+    launch: Launch, tile: LayerTape, w: PreparedWeights, known: Known, q: Array, dk, dv
 ) -> tuple[PositionGradients, Array]:
     """See `Kernels`; for one layer."""
     spec, rows = launch.spec, launch.tiles.rows

@@ -11,15 +11,15 @@ from jaxtyping import Float
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
-    Prepared,
+    PreparedWeights,
     Rotary,
     activate_in_kernel,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.attention import (
     Filled,
     PrefixScratch,
-    Running,
     Segments,
+    SoftmaxState,
     read_prefix,
     write_pairs,
 )
@@ -93,7 +93,7 @@ class LayerScratch(NamedTuple):
 def run_layer(
     launch: Launch,
     x: Float[Array, "T B D"],
-    w: Prepared,
+    w: PreparedWeights,
     filled: Filled | None,
     segments: Segments | None,
     rotary: Rotary | None,
@@ -178,7 +178,7 @@ def run_layer(
             tile_k=pltpu.VMEM((b, rows, HE), dtype),
             tile_v=pltpu.VMEM((b, rows, HE), dtype),
             tile_segments=segments and pltpu.VMEM((b, rows, 1), jnp.int32),
-            state=Running.scratch(b, rows, numbers=lanes, width=HE),
+            state=SoftmaxState.scratch(b, rows, numbers=lanes, width=HE),
             prefix=PrefixScratch.of(spec, tiles, lanes, segments=segments is not None),
         ),
         spec=spec,

@@ -26,7 +26,7 @@ from pallas_kernels.recurrent_prefill.call import (
 )
 from pallas_kernels.recurrent_prefill.equations import (
     NormParameters,
-    Prepared,
+    PreparedWeights,
     Rotary,
     activate,
     linear,
@@ -148,7 +148,7 @@ def recompute(
     x: Float[Array, "L b B D"],
     z: Float[Array, "L b B D"],
     attended: Float[Array, "L b B HE"],
-    w: Prepared,
+    w: PreparedWeights,
     spec: LayerSpec,
     rotary: Rotary | None,
 ) -> Known:
@@ -189,7 +189,10 @@ def recompute(
 
 
 def persistent(
-    z: Float[Array, "L T B D"], w: Prepared, spec: LayerSpec, rotary: Rotary | None
+    z: Float[Array, "L T B D"],
+    w: PreparedWeights,
+    spec: LayerSpec,
+    rotary: Rotary | None,
 ) -> tuple[
     Float[Array, "L T B D"],
     Float[Array, "L T B KE"],
@@ -219,9 +222,9 @@ def sequential_gradients(
     known: Known,
     attended: Float[Array, "L b B HE"],
     gradients: PositionGradients,
-    w: Prepared,
+    w: PreparedWeights,
     spec: LayerSpec,
-) -> Prepared:
+) -> PreparedWeights:
     """Returns gradients of the weights that the loop over positions uses; q's are 0."""
     s = spec.residual_scale
     attention_norm = jax.tree.map(jnp.zeros_like, w.attention_norm)
@@ -257,10 +260,10 @@ def projections_backward(
     dq: Float[Array, "L b B HE"],
     dk: Float[Array, "L b B KE"],
     dv: Float[Array, "L b B KE"],
-    w: Prepared,
+    w: PreparedWeights,
     spec: LayerSpec,
     rotary: Rotary | None,
-) -> tuple[Float[Array, "L b B D"], Prepared]:
+) -> tuple[Float[Array, "L b B D"], PreparedWeights]:
     """Maps gradients of q and temporary pairs to those of x and of the weights."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     normed, norm_back = jax.vjp(lambda x, p: pre_norm(x, p, spec), x, w.attention_norm)
@@ -387,7 +390,7 @@ class Gradients(NamedTuple):
     """Gradients of x [T, B, D] and weights, and the queries of all positions."""
 
     x: Array
-    weights: Prepared
+    weights: PreparedWeights
     queries: LaterQueries
 
 
@@ -490,7 +493,7 @@ def run_backward(
 def run_layers_back(
     kernels: KernelsOf,
     residuals: LayerTape,
-    w: Prepared,
+    w: PreparedWeights,
     keys: Float[Array, "L B S KE"],
     values: Float[Array, "L B S KE"],
     start: Int[Array, " B"],

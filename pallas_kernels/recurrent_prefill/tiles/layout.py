@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Num
 
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
-    Prepared,
+    PreparedWeights,
     Rotary,
     linear,
     norm_and_rotate,
@@ -194,7 +194,7 @@ def _pad_to(array: Array, axis: int, unit: int) -> Array:
 
 def queries_and_pairs(
     x: Float[Array, "L T B D"],
-    w: Prepared,
+    w: PreparedWeights,
     spec: LayerSpec,
     rotary: Rotary | None = None,
 ) -> tuple[
@@ -226,7 +226,7 @@ class Vectors(NamedTuple):
     k_norm: tuple[Array, Array]
 
     @classmethod
-    def of(cls, w: Prepared, spec: LayerSpec, width: int) -> "Vectors":
+    def of(cls, w: PreparedWeights, spec: LayerSpec, width: int) -> "Vectors":
         L = w.w_kv.shape[0]
 
         def bias(vector: Array | None, size: int) -> Array:

@@ -37,7 +37,7 @@ from pallas_kernels.recurrent_prefill.triton.products import (
 )
 
 
-class Running(NamedTuple):
+class TileSoftmax(NamedTuple):
     """A tile's queries after the pairs read so far: float32, by slot.
 
     Attributes:
@@ -59,7 +59,7 @@ def attend_prefix(
     keys: Float[Array, "L B S KE"],
     values: Float[Array, "L B S KE"],
     before: Int[Array, "L B"],
-) -> Running:
+) -> TileSoftmax:
     """Starts a tile's softmax: each query's temporary pair, then the whole prefix.
 
     Args:
@@ -103,7 +103,7 @@ def attend_prefix(
         spec=spec,
         chunk=power_dividing(keys.shape[2], launch.tiles.keys),
     )
-    return Running(*out)
+    return TileSoftmax(*out)
 
 
 class PrefixRefs(NamedTuple):
@@ -175,8 +175,8 @@ def attend_earlier(
     q: Float[Array, "L b B HE"],
     keys: Float[Array, "L b_and_1 B KE"],
     values: Float[Array, "L b_and_1 B KE"],
-    running: Running,
-) -> Running:
+    running: TileSoftmax,
+) -> TileSoftmax:
     """Lets a sub-tile's queries read the pairs of the tile's earlier sub-tiles.
 
     Args:
@@ -214,7 +214,7 @@ def attend_earlier(
         spec=spec,
         sub=sub,
     )
-    return Running(*written)
+    return TileSoftmax(*written)
 
 
 class EarlierRefs(NamedTuple):
@@ -275,7 +275,7 @@ def attend(
     launch: Launch,
     t: Position,
     q: Float[Array, "L b B HE"],
-    running: Running,
+    running: TileSoftmax,
     pairs: Float[Array, "L B KE_and_KE"],
     statistics: Float[Array, "L programs 2 B"],
     columns: int,

@@ -23,7 +23,7 @@ from pallas_kernels.recurrent_prefill.call import (
     Residuals,
     refusal_of_kernels,
 )
-from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
+from pallas_kernels.recurrent_prefill.equations import PreparedWeights, prepare
 from pallas_kernels.recurrent_prefill.tiles.backward import run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import from_slots
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
@@ -148,7 +148,7 @@ def forward(
 
     def layers(
         x: Array,
-        w: Prepared,
+        w: PreparedWeights,
         folded: Folded | None,
         keys: Array | None,
         values: Array | None,

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.call import Array
-from pallas_kernels.recurrent_prefill.equations import Prepared, linear
+from pallas_kernels.recurrent_prefill.equations import PreparedWeights, linear
 from pallas_kernels.recurrent_prefill.tiles.backward import (
     Kernels,
     Known,
@@ -738,7 +738,7 @@ def triton_kernels(launch: Launch) -> Kernels:
 
 
 def _positions_back(
-    launch: Launch, tile: LayerTape, w: Prepared, known: Known, q: Array, dk, dv
+    launch: Launch, tile: LayerTape, w: PreparedWeights, known: Known, q: Array, dk, dv
 ) -> tuple[PositionGradients, Array]:
     """Runs through a tile's positions in reverse; returns their cotangents."""
     spec = launch.spec

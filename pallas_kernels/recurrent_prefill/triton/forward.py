@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.call import Array
-from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
+from pallas_kernels.recurrent_prefill.equations import PreparedWeights, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Active,
     Vectors,
@@ -32,8 +32,8 @@ from pallas_kernels.recurrent_prefill.triton.attention import (
 )
 from pallas_kernels.recurrent_prefill.triton.launch import Launch, Position
 from pallas_kernels.recurrent_prefill.triton.products import (
+    ColumnSplit,
     Folded,
-    Split,
     add_product,
     hidden_product,
     pair_columns,
@@ -64,7 +64,7 @@ class TritonOutputs(NamedTuple):
 def run_layers(
     launch: Launch,
     x: Float[Array, "T B D"],
-    w: Prepared,
+    w: PreparedWeights,
     keys: Float[Array, "L B S KE"],
     values: Float[Array, "L B S KE"],
     start: Int[Array, " B"],
@@ -166,7 +166,7 @@ class Buffers(NamedTuple):
         cls,
         launch: Launch,
         x: Float[Array, "L slots B D"],
-        w: Prepared,
+        w: PreparedWeights,
         *,
         attended_slots: int,
     ) -> "Buffers":
@@ -202,15 +202,19 @@ class Buffers(NamedTuple):
         return self.state.keys[:, 1:], self.state.values[:, 1:]
 
 
-def _splits(launch: Launch, w: Prepared, batch: int) -> tuple[Split, Split]:
-    return Split.of(launch, w.w_out, batch), Split.of(launch, w.w_down, batch)
+def _splits(
+    launch: Launch, w: PreparedWeights, batch: int
+) -> tuple[ColumnSplit, ColumnSplit]:
+    return ColumnSplit.of(launch, w.w_out, batch), ColumnSplit.of(
+        launch, w.w_down, batch
+    )
 
 
 def run_layer(
     folded: Folded | None,
     launch: Launch,
     x: Float[Array, "T B D"],
-    w: Prepared,
+    w: PreparedWeights,
     keys: Float[Array, "1 B S KE"],
     values: Float[Array, "1 B S KE"],
     start: Int[Array, " B"],
@@ -279,7 +283,7 @@ def run_positions(
     launch: Launch,
     x: Float[Array, "L slots B D"],
     tile: Float[Array, "L b B D"],
-    w: Prepared,
+    w: PreparedWeights,
     keys: Float[Array, "L B S KE"],
     values: Float[Array, "L B S KE"],
     start: Int[Array, " B"],

@@ -25,7 +25,10 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
-from pallas_kernels.recurrent_prefill.equations import Prepared, activate_in_kernel
+from pallas_kernels.recurrent_prefill.equations import (
+    PreparedWeights,
+    activate_in_kernel,
+)
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
@@ -114,7 +117,7 @@ class Folded(NamedTuple):
     b_kv: Array
 
     @classmethod
-    def of(cls, wide: Prepared, spec: LayerSpec) -> "Folded | None":
+    def of(cls, wide: PreparedWeights, spec: LayerSpec) -> "Folded | None":
         """Folds float32 weights; None where the norm stays apart."""
         if spec.norm == "layer":
             return None
@@ -385,7 +388,7 @@ def _own_columns(l, i, j):
     return (l, 0, i, j)
 
 
-class Split(NamedTuple):
+class ColumnSplit(NamedTuple):
     """How the programs of an `add_product` share its result.
 
     Attributes:
@@ -397,7 +400,7 @@ class Split(NamedTuple):
     splits: int
 
     @classmethod
-    def of(cls, launch: Launch, w: Float[Array, "L N M"], batch: int) -> "Split":
+    def of(cls, launch: Launch, w: Float[Array, "L N M"], batch: int) -> "ColumnSplit":
         """Chooses for a weight and padded rows."""
         L, N, M = w.shape
         return cls(*launch.split(M, N, L * (batch // launch.tiles.rows)))
@@ -420,12 +423,13 @@ def add_product(
     residual: Float[Array, "L _ B M"],
     out: Float[Array, "L _ B M"],
     finished: Int[Array, "L row_blocks column_blocks"],
-    split: Split,
+    split: ColumnSplit,
 ):
     """Writes out[t] = residual[t] + s (rows[t] w + b).
 
     Args:
-      finished: `Split.none_finished`, and after the first position what this returned.
+      finished: `ColumnSplit.none_finished`, and after the first position what this
+        returned.
 
     Returns:
       out; its row t once more, in the products' dtype, [L, 1, B, M]; its statistics;

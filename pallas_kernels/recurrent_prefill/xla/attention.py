@@ -17,7 +17,7 @@ from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCac
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
     NormParameters,
-    Prepared,
+    PreparedWeights,
     Rotary,
     linear,
     norm_and_rotate,
@@ -267,7 +267,7 @@ def cached_pairs(cache: RecurrentCache, spec: LayerSpec) -> Pairs | None:
 
 def queries_and_pairs(
     x: Float[Array, "L T B D"],
-    w: Prepared,
+    w: PreparedWeights,
     rotary: Rotary | None,
     spec: LayerSpec,
 ) -> tuple[Float[Array, "L B K Q T E"], Pairs]:
@@ -296,7 +296,7 @@ def heads_of_projections(
 def pairs_of(
     k: Float[Array, "L T B KE"],
     v: Float[Array, "L T B KE"],
-    w: Prepared,
+    w: PreparedWeights,
     rotary: Rotary | None,
     spec: LayerSpec,
 ) -> Pairs:
@@ -305,7 +305,7 @@ def pairs_of(
     return from_rows(k, v.reshape(k.shape).astype(spec.dtype))
 
 
-class Running(NamedTuple):
+class SoftmaxSoFar(NamedTuple):
     """State of queries [L, B, K, Q, T] that have read a part of their keys.
 
     Attributes:
@@ -320,16 +320,16 @@ class Running(NamedTuple):
 
 
 def merge(
-    running: Running,
+    running: SoftmaxSoFar,
     logits: Float[Array, "L B K Q T S"],
     v: Float[Array, "L B K S E"],
     dtype,
-) -> Running:
+) -> SoftmaxSoFar:
     """Adds keys: logits [L, B, K, Q, T, S], v [L, B, K, S, E]."""
     largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
     shrink = jnp.exp(running.largest - largest)
     p = jnp.exp(logits - largest[..., None])
-    return Running(
+    return SoftmaxSoFar(
         largest,
         running.normalizer * shrink + jnp.sum(p, axis=-1),
         running.weighted * shrink[..., None] + weigh(p, v, dtype),
@@ -337,7 +337,7 @@ def merge(
 
 
 def finish(
-    running: Running,
+    running: SoftmaxSoFar,
 ) -> tuple[Float[Array, "L B K Q T E"], Float[Array, "L B K Q T"]]:
     """Returns the attended values and the log of the sum of exp(logits)."""
     attended = running.weighted / running.normalizer[..., None]

@@ -18,7 +18,7 @@ from pallas_kernels.recurrent_prefill.call import (
     RecurrentPrefillCall,
     Residuals,
 )
-from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
+from pallas_kernels.recurrent_prefill.equations import PreparedWeights, prepare
 from pallas_kernels.recurrent_prefill.xla import one_position
 from pallas_kernels.recurrent_prefill.xla.attention import (
     Pairs,
@@ -308,7 +308,7 @@ def backward(
     return call.with_gradients(jnp.moveaxis(dx, 0, 1).astype(x.dtype), dweights, dold)
 
 
-def _one_layer(run, x: Array, layer: tuple[Prepared, RecurrentCache]):
+def _one_layer(run, x: Array, layer: tuple[PreparedWeights, RecurrentCache]):
     """Runs one layer of a scan: the layers' axis comes back as an axis of one."""
     # The position has no axis of layers in the op, but every layer reads it.
     w, cache = layer

@@ -27,7 +27,7 @@ from pallas_kernels.recurrent_prefill.call import (
 )
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
-    Prepared,
+    PreparedWeights,
     Rotary,
     Transposed,
     activate,
@@ -302,7 +302,7 @@ def recur_backward(
     values: Float[Array, "L B K E b"],
     p: Float[Array, "L B K Q b b"],
     rotary: Rotary | None,
-    w: Prepared,
+    w: PreparedWeights,
     t: Transposed,
     *,
     geometry: Geometry,
@@ -400,19 +400,19 @@ def _pull(function, at: Array, gradient: Array) -> Array:
     return jax.vjp(function, at)[1](gradient)[0]
 
 
-def zeros_like_weights(w: Prepared, dtype) -> Prepared:
+def zeros_like_weights(w: PreparedWeights, dtype) -> PreparedWeights:
     """Makes the wide accumulators of all weights."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), w)
 
 
 def add_recurrence(
-    total: Prepared,
+    total: PreparedWeights,
     g: RowGradients,
     rows: TileRows,
     rotary: Rotary | None,
-    w: Prepared,
+    w: PreparedWeights,
     spec: LayerSpec,
-) -> Prepared:
+) -> PreparedWeights:
     """Adds what a tile's recurrence owes to w_kv, w_out and the MLP."""
     s = spec.residual_scale
     # One contraction a weight for the whole tile: inside the loop they would be
@@ -443,12 +443,12 @@ def add_recurrence(
 
 
 def add_projections(
-    total: Prepared,
+    total: PreparedWeights,
     normed: Float[Array, "L b B D"],
     dflat: Float[Array, "L b B N"],
     dnorms: dict[str, tuple[Array | None, Array | None]],
     spec: LayerSpec,
-) -> Prepared:
+) -> PreparedWeights:
     """Adds what a tile's queries and temporary pairs owe.
 
     Args:
@@ -475,7 +475,7 @@ def _sum(gradients: Array, bias: Array | None) -> Array | None:
     return None if bias is None else jnp.sum(gradients, axis=(1, 2))
 
 
-def _add(total: Prepared, **more: Any) -> Prepared:
+def _add(total: PreparedWeights, **more: Any) -> PreparedWeights:
     """Adds field by field; None adds nothing."""
     added = {
         name: jax.tree.map(jnp.add, getattr(total, name), new)
@@ -489,7 +489,7 @@ class CallGradients(NamedTuple):
     """Gradients of x [positions, B, D], of the prepared weights, of cached pairs."""
 
     x: Array
-    weights: Prepared
+    weights: PreparedWeights
     cached: PairGradients | None
 
 
@@ -499,7 +499,7 @@ def run_layers_backward(
     dtemporary: PairGradients | None,
     x: Float[Array, "L T B D"],
     residuals: Residuals,
-    w: Prepared,
+    w: PreparedWeights,
     cache: RecurrentCache,
     visibility: Visibility,
     *,
@@ -656,7 +656,7 @@ def _persistent(z, dpersistent, w, visibility, geometry: Geometry, spec):
     return buffers, PairGradients(*(zero.at[..., :used].add(g) for g in gradients))
 
 
-def _recompute(tile: _Tile, w: Prepared, spec: LayerSpec) -> TileRows:
+def _recompute(tile: _Tile, w: PreparedWeights, spec: LayerSpec) -> TileRows:
     """Computes a tile's activations again."""
     y = tile.x + spec.residual_scale * linear(tile.attended, w.w_out, w.b_out)
     return TileRows(

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
-    Prepared,
+    PreparedWeights,
     Transposed,
     activate,
     few_rows_linear,
@@ -25,7 +25,7 @@ from pallas_kernels.recurrent_prefill.equations import (
 )
 from pallas_kernels.recurrent_prefill.xla.attention import (
     Pairs,
-    Running,
+    SoftmaxSoFar,
     Visibility,
     bias_of_cache,
     cached_pairs,
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 
 def run_layers(
     x: Float[Array, "T B D"],
-    w: Prepared,
+    w: PreparedWeights,
     cache: RecurrentCache,
     visibility: Visibility,
     *,
@@ -126,7 +126,7 @@ def run_layers(
 
 def _attend_own_unit(
     q, pairs: Pairs, visibility, j, geometry: Geometry, spec
-) -> Running:
+) -> SoftmaxSoFar:
     """Starts with the temporary pairs of each query's own unit, up to itself."""
     U, u = geometry.units, geometry.unit
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -145,14 +145,14 @@ def _attend_own_unit(
         v,
         preferred_element_type=dtype,
     )
-    parts = Running(largest, jnp.sum(p, axis=-1), weighted)
+    parts = SoftmaxSoFar(largest, jnp.sum(p, axis=-1), weighted)
     flat = lambda part: part.reshape(*part.shape[:4], U * u, *part.shape[6:])  # noqa: E731
-    return Running(*(flat(part) for part in parts))
+    return SoftmaxSoFar(*(flat(part) for part in parts))
 
 
 def _attend_prefix(
     q, running, buffers: Pairs, visibility, j, geometry, spec
-) -> Running:
+) -> SoftmaxSoFar:
     """Adds the persistent pairs of all earlier tiles."""
     if geometry.steps == 1:  # no earlier tile
         return running
@@ -171,7 +171,7 @@ def _attend_prefix(
 def _recur(
     x,
     q,
-    running: Running,
+    running: SoftmaxSoFar,
     rotary,
     w,
     t: Transposed,
@@ -217,7 +217,7 @@ def _recur(
         jnp.arange(U),
         split_units(x, geometry, axis=1),
         split_units(q, geometry, axis=4),
-        Running(*(split_units(part, geometry, axis=4) for part in running)),
+        SoftmaxSoFar(*(split_units(part, geometry, axis=4) for part in running)),
         split_units(bias, geometry, axis=4),
         None
         if rotary is None

@@ -259,7 +259,7 @@ class JsonTokenizer:
         written = {names[name]: mark for name, mark in marks.items()}
         library = self._guarding(tuple(marks.items()))
         rows = [
-            _Row(parts, [p if isinstance(p, str) else written[p] for p in parts])
+            _EncodedRow(parts, [p if isinstance(p, str) else written[p] for p in parts])
             for parts in texts
         ]
         encodings = library.encode_batch(
@@ -269,7 +269,7 @@ class JsonTokenizer:
         for row, encoding in zip(rows, encodings, strict=True):
             # A token that must be a word of its own is text where it touches one.
             if any(missed := row.missed(encoding)):
-                row = _Row(
+                row = _EncodedRow(
                     row.parts,
                     [
                         numbers[part] if miss and isinstance(part, int) else piece
@@ -644,7 +644,7 @@ def _renamed(definition: str, marks: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-class _Row(NamedTuple):
+class _EncodedRow(NamedTuple):
     """A text in parts, and each part as it is written in the text that is encoded."""
 
     parts: Sequence[str | int]

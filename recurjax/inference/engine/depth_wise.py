@@ -14,7 +14,7 @@ from recurjax.exits import ExitHead, RuleKind, exits_of, scores
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.slots import Outputs, Slots, draw
 from recurjax.model import Decoder
-from recurjax.types import Array, Cache, Lanes, Missing
+from recurjax.types import Array, Cache, LoopPositions, Missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class DepthWise(OverDepth):
         fresh = model.embed(slots.newest[:, None])
         fresh = stack.enter_ticks(fresh, depth.position)
         before = jnp.where((depth.loop == 0)[:, None, None], fresh, depth.x)
-        lanes = Lanes(
+        lanes = LoopPositions(
             loop=depth.loop[:, None],
             position=depth.position[:, None],
             live=slots.active[:, None],
@@ -235,7 +235,7 @@ class Verified(OverDepth):
         before = pipeline.x.at[:, :1].set(fresh)
         loop = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32), pipeline.position.shape)
         live = pipeline.live & slots.active[:, None]
-        lanes = Lanes(loop=loop, position=pipeline.position, live=live)
+        lanes = LoopPositions(loop=loop, position=pipeline.position, live=live)
         x, cache = stack.tick(before, lanes, slots.cache, weights)
         normed = model.final_norm(x)
         logits = model.logits(normed)

@@ -102,7 +102,7 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class BandCut:
     """A call's cut.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Units:
         self.shape, self.count, self.share = q.shape, B * K, H // K
         self.options = options
         self.dtype = jnp.promote_types(q.dtype, jnp.float32)
-        self.cut: Cut = choose_cut(
+        self.cut: BandCut = choose_cut(
             self.count,
             self.share,
             T,
@@ -425,7 +425,7 @@ _OP = dispatch.Op(
 
 def choose_cut(
     units: int, share: int, length: int, window: int | None, *, few_cores: bool
-) -> Cut:
+) -> BandCut:
     """Returns the cut for so many units of `share` heads and `length` tokens.
 
     Args:
@@ -448,7 +448,7 @@ def choose_cut(
         )
         for i in range(count)
     )
-    return Cut(
+    return BandCut(
         units=at_once,
         rows=rows,
         bands=bands,
@@ -458,7 +458,9 @@ def choose_cut(
     )
 
 
-def _sliding(units: int, share: int, length: int, window: int, few_cores: bool) -> Cut:
+def _sliding(
+    units: int, share: int, length: int, window: int, few_cores: bool
+) -> BandCut:
     # A quarter of the window: few keys outside it, and each key is read five times.
     budget = _IN_CACHE if few_cores else _IN_MEMORY
     seen = min(length, 2 * window + 1)
@@ -467,7 +469,7 @@ def _sliding(units: int, share: int, length: int, window: int, few_cores: bool) 
     blocks = -(-length // rows)
     padded = rows * blocks
     band = Band(first=0, blocks=blocks, keys=window + rows, slides=True)
-    return Cut(
+    return BandCut(
         units=at_once,
         rows=rows,
         bands=(band,),

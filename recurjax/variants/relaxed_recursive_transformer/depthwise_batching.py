@@ -25,7 +25,7 @@ from recurjax.layers.attention import (
 from recurjax.layers.linear import LowRank
 from recurjax.layers.position import with_positions
 from recurjax.layers.stack import PatternCache, scan_layers
-from recurjax.types import Array, Lanes
+from recurjax.types import Array, LoopPositions
 from recurjax.variants.relaxed_recursive_transformer.block import (
     LoopWeights,
     join,
@@ -116,7 +116,7 @@ class DepthwiseBatching:
     def tick(
         self,
         x: Float[Array, "B T D"],
-        lanes: Lanes,
+        lanes: LoopPositions,
         cache: TickCache,
         weights: tuple[LoopWeights, ...],
         *,
@@ -171,7 +171,7 @@ class DepthwiseBatching:
     def fill_ticks(
         self,
         x: Float[Array, "B 1 D"],
-        leaving: Lanes,
+        leaving: LoopPositions,
         cache: TickCache,
         weights: tuple[LoopWeights, ...],
     ) -> TickCache:
@@ -192,7 +192,7 @@ class DepthwiseBatching:
         B, deeper = x.shape[0], jnp.arange(1, loops)
         shape = (B, loops - 1)
         live = leaving.live & (deeper > leaving.loop)
-        lanes = Lanes(
+        lanes = LoopPositions(
             loop=jnp.broadcast_to(deeper, shape),
             position=jnp.broadcast_to(leaving.position, shape),
             live=live,
@@ -221,7 +221,7 @@ class DepthwiseBatching:
         return self.config.loops if self.config.loop_cache == "own" else 1
 
 
-def _lane_vectors(weights: LoopWeights, lanes: Lanes) -> tuple[Array, ...]:
+def _lane_vectors(weights: LoopWeights, lanes: LoopPositions) -> tuple[Array, ...]:
     """Returns each lane's norms and biases, where they are untied."""
     # Vectors, which are small: the matrices are never gathered by row.
     return tuple(leaf[:, lanes.loop] for leaf in weights.vectors)
@@ -246,7 +246,7 @@ def _additions(
 
 
 def _write(
-    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: Lanes, new: Array
+    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: LoopPositions, new: Array
 ) -> Array:
     """Writes each live lane's keys or values into its loop's part.
 
@@ -270,7 +270,7 @@ def _write(
 
 
 def _seen(
-    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: Lanes
+    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: LoopPositions
 ) -> Float[Array, "B M S K E"]:
     """Returns a layer's parts that lanes read: a single lane's loop, or all N."""
     L, B, N, S, *heads = stacked.shape
@@ -293,7 +293,7 @@ def _read(
     q: Float[Array, "B T H E"],
     keys: Float[Array, "B N S K E"],
     values: Float[Array, "B N S K E"],
-    lanes: Lanes,
+    lanes: LoopPositions,
     ran: Int[Array, "B P"] | None,
     *,
     window: int | None,

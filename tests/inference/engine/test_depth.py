@@ -23,7 +23,7 @@ from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
-from recurjax.types import Lanes, Tokens
+from recurjax.types import LoopPositions, Tokens
 from tests.compiling import QUICK_COMPILE, compiled_programs
 from tests.inference.engine.models import (
     GREEDY,
@@ -95,7 +95,7 @@ def test_a_slots_own_part_says_what_all_parts_under_a_mask_do(kind):
         lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype),
         stack.init_ticks(B, LENGTH, jnp.float32),
     )
-    lanes = Lanes(
+    lanes = LoopPositions(
         loop=jnp.asarray([[0], [2], [1], [2]]),
         position=jnp.asarray([[1], [5], [0], [7]]),
         live=jnp.ones((B, 1), bool),

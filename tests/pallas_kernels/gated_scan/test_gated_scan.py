@@ -142,7 +142,7 @@ class TestLaws(OpLaws):
             jnp.concatenate(both, axis=1)
             for both in zip(first.states, second.states, strict=True)
         ]
-        return api.Scanned(tuple(joined), second.finals)
+        return api.GatedScanOutputs(tuple(joined), second.finals)
 
     def test_chunks_restart_whatever_came_before(self):
         call = self.call(13, chunk=4)

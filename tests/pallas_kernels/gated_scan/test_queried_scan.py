@@ -167,7 +167,7 @@ def test_the_op_is_the_scan_and_what_its_queries_read():
         states, finals = gated_scan(gate, (v, k), **rest)
         got = queried_scan(gate, v, k, queries, **rest)
         want = (states[0], states[1][:, C - 1 :: C], key_logits(queries, states[1]))
-        return got, api.Queried(*want, finals)
+        return got, api.QueriedScanOutputs(*want, finals)
 
     got, want = run(v, k, queries)
     assert_values_close(got, want)

@@ -14,7 +14,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
     choose_tiles,
 )
-from pallas_kernels.recurrent_prefill.triton.products import Split
+from pallas_kernels.recurrent_prefill.triton.products import ColumnSplit
 from pallas_kernels.target import Target, as_if, shared_memory_bytes
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
@@ -123,7 +123,10 @@ def test_products_cut_along_the_contracted_axis_are_whole():
     small = interpreted(triton)["blocks"]
     blocks = dataclasses.replace(small, columns=16, splits=4)
     case = PLAIN._replace(positions=5, batch=17)
-    assert Split.of(launch_of(case, blocks), jnp.zeros((1, 64, 32)), 32) == (16, 2)
+    assert ColumnSplit.of(launch_of(case, blocks), jnp.zeros((1, 64, 32)), 32) == (
+        16,
+        2,
+    )
     assert_values_close(values(triton, case, blocks=blocks), reference_values(case))
 
 
@@ -146,7 +149,7 @@ def test_columns_and_splits_move_the_fewest_bytes_a_multiprocessor(
     spec = dataclasses.replace(PLAIN.spec, heads=16, dtype="bfloat16")
     sizes = {"tile": None, "spec": spec, "shared": 232_448, "direction": "forward"}
     launch = Launch(spec=spec, tiles=choose_tiles(batch=batch, **sizes), shared=232_448)
-    assert Split.of(launch, jnp.zeros((1, contracted, 1024)), batch) == want
+    assert ColumnSplit.of(launch, jnp.zeros((1, contracted, 1024)), batch) == want
 
 
 def launch_of(case: Case, blocks: BlockSizes) -> Launch:

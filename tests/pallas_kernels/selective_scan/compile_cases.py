@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.selective_scan import mosaic_tpu, triton
 from pallas_kernels.selective_scan.call import (
-    Scanned,
     SelectiveScanCall,
     SelectiveScanOptions,
+    SelectiveScanOutputs,
 )
 
 CHUNK = 16
@@ -40,7 +40,7 @@ def scan(backend, way, *, B, T, I=2048, N=16, dtype="bfloat16", starts=False):
 
     def backward(arrays, starts, kept, d_out, d_final):
         call = SelectiveScanCall(*arrays, starts, options)
-        return backend.backward(call, kept, Scanned(d_out, d_final))
+        return backend.backward(call, kept, SelectiveScanOutputs(d_out, d_final))
 
     if way != "backward":
         return forward, (arrays, first)

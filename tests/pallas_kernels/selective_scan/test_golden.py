@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.selective_scan import Scanned, selective_scan
+from pallas_kernels.selective_scan import SelectiveScanOutputs, selective_scan
 from pallas_kernels.selective_scan.reference import selective_scan_reference
 from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, load
@@ -45,9 +45,9 @@ def read_case(path):
 def passes(function, arrays, starts, case):
     """Returns (y, last state), and gradients of both of the file's sums."""
 
-    def scan(arrays) -> Scanned:
+    def scan(arrays) -> SelectiveScanOutputs:
         a = -jnp.exp(arrays["a"]) if "A_log" in case else arrays["a"]
-        return Scanned(*function(**(arrays | {"a": a}), starts=starts))
+        return SelectiveScanOutputs(*function(**(arrays | {"a": a}), starts=starts))
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays):
@@ -56,8 +56,8 @@ def passes(function, arrays, starts, case):
         of_state = jnp.asarray(
             case.get("last_state_weights", 0 * case["last_state"]), out.final.dtype
         )
-        (by_y,) = pull(Scanned(of_y, jnp.zeros_like(out.final)))
-        (by_state,) = pull(Scanned(jnp.zeros_like(out.y), of_state))
+        (by_y,) = pull(SelectiveScanOutputs(of_y, jnp.zeros_like(out.final)))
+        (by_state,) = pull(SelectiveScanOutputs(jnp.zeros_like(out.y), of_state))
         return out, by_y, by_state
 
     return run(arrays)
@@ -80,7 +80,7 @@ def test_there_are_cases_with_and_without_segments():
 def test_values_and_gradients_are_the_authors(path, function):
     arrays, starts, case = read_case(path)
     out, by_y, by_state = passes(function, arrays, starts, case)
-    want = Scanned(case["y"].swapaxes(1, 2), case["last_state"])
+    want = SelectiveScanOutputs(case["y"].swapaxes(1, 2), case["last_state"])
     assert_close(out, want, dtype="float32", tolerance=1e-5)
     of_y = wanted_gradients("grad_", case)
     assert set(of_y) == set(arrays)
@@ -98,5 +98,7 @@ def test_float64_is_exact(path):
             pytest.skip("the file has no values in float64")
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
         out, _, _ = passes(selective_scan, wide, starts, case)
-        want = Scanned(case["y_float64"].swapaxes(1, 2), case["last_state_float64"])
+        want = SelectiveScanOutputs(
+            case["y_float64"].swapaxes(1, 2), case["last_state_float64"]
+        )
         assert_close(out, want, dtype="float64", tolerance=1e-12)

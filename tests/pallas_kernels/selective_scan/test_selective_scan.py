@@ -122,7 +122,7 @@ class TestLaws(OpLaws):
 
         y, state = part(slice(at))
         rest, final = part(slice(at, None), initial=state)
-        return api.Scanned(jnp.concatenate([y, rest], axis=1), final)
+        return api.SelectiveScanOutputs(jnp.concatenate([y, rest], axis=1), final)
 
 
 LAWS = TestLaws()
@@ -190,7 +190,7 @@ def test_float64_is_exact_over_a_long_row():
         call = LAWS.call(2048, dtype="float64")
         want = jax.jit(lambda arrays: selective_scan_reference(**arrays))(call.arrays)
         got = jax.jit(lambda arrays: selective_scan(**arrays))(call.arrays)
-        want = api.Scanned(*want)
+        want = api.SelectiveScanOutputs(*want)
         assert_values_close(got, want, "float64")
         narrow = jax.tree.map(lambda x: x.astype("float32"), call.arrays)
         got = jax.jit(lambda arrays: selective_scan(**arrays))(narrow)
@@ -254,7 +254,9 @@ def test_the_op_runs_in_one_compiled_step_of_generation():
         }
         y, state = step(arrays, state)
         ys.append(y)
-    assert_values_close(api.Scanned(jnp.concatenate(ys, axis=1), state), whole)
+    assert_values_close(
+        api.SelectiveScanOutputs(jnp.concatenate(ys, axis=1), state), whole
+    )
 
 
 @pytest.mark.parametrize(
