@@ -73,9 +73,9 @@ def _end(compiler: Compiler) -> str:
     process.stdin.close()  # it ends at the end of its questions
     process.stdout.close()
     process.wait()
-    told = complaints.read_text()
+    text = complaints.read_text()
     complaints.unlink()
-    return told
+    return text
 
 
 @atexit.register
@@ -91,8 +91,8 @@ def _answer() -> None:
     for line in sys.stdin:
         question, *words = json.loads(line)
         module, function = question.split(":")
-        told = getattr(import_module(module), function)(*words)
-        print(json.dumps(told), file=out, flush=True)
+        message = getattr(import_module(module), function)(*words)
+        print(json.dumps(message), file=out, flush=True)
 
 
 if __name__ == "__main__":

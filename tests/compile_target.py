@@ -69,8 +69,12 @@ def loop_bodies(module: Module) -> list[dict]:
     bodies = []
     for body in dict.fromkeys(loop.attribute("body") for loop in loops):
         inside = module.computations[body].values()
-        launched = [_told(one) for one in inside if one.opcode not in NOT_LAUNCHED]
-        inner = sum(one.opcode == "while" for one in inside)
+        launched = [
+            _told(instruction)
+            for instruction in inside
+            if instruction.opcode not in NOT_LAUNCHED
+        ]
+        inner = sum(instruction.opcode == "while" for instruction in inside)
         bodies.append({"body": body, "launched": launched, "loops": inner})
     return bodies
 

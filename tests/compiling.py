@@ -92,14 +92,14 @@ def sizes(jaxpr) -> Iterator[int]:
 @contextmanager
 def compiled_programs() -> Iterator[list[str]]:
     """Collects an entry for each program that is compiled while the body runs."""
-    found: list[str] = []
+    matches: list[str] = []
 
     def count(event: str, duration: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(f"{duration:.3f} s")
+            matches.append(f"{duration:.3f} s")
 
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        yield found
+        yield matches
     finally:
         jax.monitoring.unregister_event_duration_listener(count)

@@ -17,7 +17,10 @@ def launches(hlo: str) -> list[tuple[str, int]]:
         for name, instruction in entry.items()
     }
     return [
-        (name, sizes[name] + sum(sizes[one] for one in set(instruction.operands)))
+        (
+            name,
+            sizes[name] + sum(sizes[operand] for operand in set(instruction.operands)),
+        )
         for name, instruction in entry.items()
         if instruction.opcode not in NOT_LAUNCHED
     ]

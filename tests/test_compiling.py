@@ -20,8 +20,8 @@ def test_what_a_program_says_itself_stands(monkeypatch):
     monkeypatch.setitem(QUICK_COMPILE, LEVEL, "none")
     own = jax.jit(lambda: 7, compiler_options={LEVEL: 1})
     with all_compiled_quickly():
-        made = own()
-    assert int(made) == 7
+        result = own()
+    assert int(result) == 7
 
 
 def test_kernels_on_a_gpu_are_compiled_as_users_compile_them():

@@ -35,27 +35,27 @@ from recurjax.ranges import Range, field_ranges
 
 def reachable(config: Any) -> list[Any]:
     """Lists the config classes that an experiment can be made of."""
-    found: list[Any] = []
+    matches: list[Any] = []
 
     def walk(hint: Any) -> None:
         if dataclasses.is_dataclass(hint):
-            if hint in found:
+            if hint in matches:
                 return
-            found.append(hint)
+            matches.append(hint)
             for inner in get_type_hints(hint).values():
                 walk(inner)
         for inner in get_args(hint):
             walk(inner)
 
     walk(config)
-    return found
+    return matches
 
 
 def places(hint: Any, kind: type) -> list[Any]:
     """Returns functions that put a number of a kind where a field's type has one."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return [put for one in inner for put in places(one, kind)]
+        return [put for item in inner for put in places(item, kind)]
     if origin is tuple:
         return [lambda x, put=put: (put(x),) for put in places(inner[0], kind)]
     return [lambda x: x] if hint is kind else []

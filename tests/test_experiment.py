@@ -69,8 +69,8 @@ RECURRENT = RecurrentTransformerConfig(
 )
 def test_rows_longer_than_the_learned_positions_are_refused(stack, field):
     """The error names the field, wherever the variant has it."""
-    told = f"training.length 16 exceeds .* 8 learned .* or raise {field}$"
-    with pytest.raises(ValueError, match=told):
+    message = f"training.length 16 exceeds .* 8 learned .* or raise {field}$"
+    with pytest.raises(ValueError, match=message):
         changed(config(), model={"stack": stack})
 
 
@@ -80,6 +80,6 @@ def test_another_length_than_the_windows_is_refused():
     run = changed(config(), training={"length": latent.stack.length})
     run = dataclasses.replace(run, model=latent)
     assert run.training.length == 9
-    told = "training.length 18 is not model.stack.length 9, .* set both alike"
-    with pytest.raises(ValueError, match=told):
+    message = "training.length 18 is not model.stack.length 9, .* set both alike"
+    with pytest.raises(ValueError, match=message):
         changed(run, training={"length": 18})

@@ -92,9 +92,9 @@ def violation(importer: str, imported: str) -> str | None:
 
 
 def test_imports_inside_recurjax_run_one_way():
-    found = [violation(*edge) for edge in edges()]
-    assert [line for line in found if line is not None] == []
-    assert len(found) > 50  # the walk saw the package
+    matches = [violation(*edge) for edge in edges()]
+    assert [line for line in matches if line is not None] == []
+    assert len(matches) > 50  # the walk saw the package
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def variants_named(tree: ast.Module) -> list[str]:
         and (node.module or "").startswith("recurjax.variants")
         for alias in node.names
     }
-    found = []
+    matches = []
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="isinstance" | "issubclass")):
@@ -140,8 +140,8 @@ def variants_named(tree: ast.Module) -> list[str]:
                 continue
         names = {n.id for n in ast.walk(asked) if isinstance(n, ast.Name)}
         names |= {n.attr for n in ast.walk(asked) if isinstance(n, ast.Attribute)}
-        found += [f"line {node.lineno}: {name}" for name in sorted(names & theirs)]
-    return found
+        matches += [f"line {node.lineno}: {name}" for name in sorted(names & theirs)]
+    return matches
 
 
 def test_nothing_above_the_model_tells_variants_by_their_class():
@@ -180,23 +180,23 @@ def test_a_variant_told_by_its_class_is_seen(line):
 
 def missing(tree: ast.Module) -> list[str]:
     """Returns what a file imports, in functions too, of our code that is not there."""
-    found = []
+    matches = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
             here = str(node.module)
-            found += [
+            matches += [
                 f"line {node.lineno}: {here}.{alias.name}"
                 for alias in node.names
                 if f"{here}.{alias.name}" not in own_files()
                 and alias.name not in names_in(here)
             ]
         elif isinstance(node, ast.Import):
-            found += [
+            matches += [
                 f"line {node.lineno}: {alias.name}"
                 for alias in node.names
                 if is_ours(alias.name) and alias.name not in own_files()
             ]
-    return found
+    return matches
 
 
 def is_ours(module: str) -> bool:
@@ -206,16 +206,16 @@ def is_ours(module: str) -> bool:
 @cache
 def own_files() -> dict[str, Path]:
     """Returns dotted name -> file, or folder without an `__init__`, of all our code."""
-    found = {}
+    result = {}
     for path in (
         path for name in OURS for path in [ROOT / name, *(ROOT / name).rglob("*")]
     ):
         if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__"):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found.setdefault(".".join(parts), path)
+            result.setdefault(".".join(parts), path)
             if path.name == "__init__.py":
-                found[".".join(parts[:-1])] = path
-    return found
+                result[".".join(parts[:-1])] = path
+    return result
 
 
 @cache
@@ -240,13 +240,13 @@ def names_in(module: str) -> set[str]:
 
 def test_what_is_imported_is_there():
     """Imports inside functions too, which are met only when the function runs."""
-    found = {
+    result = {
         path.relative_to(ROOT): missing(tree_of(path))
         for path in own_files().values()
         if path.suffix == ".py"
     }
-    assert {file: lines for file, lines in found.items() if lines} == {}
-    assert len(found) > 500
+    assert {file: lines for file, lines in result.items() if lines} == {}
+    assert len(result) > 500
 
 
 @pytest.mark.parametrize(

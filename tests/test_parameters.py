@@ -147,7 +147,7 @@ CUT_OVER_TENSOR = {"H", "K", "F", "I", "M"}
 
 def test_what_belongs_to_heads_and_channels_is_cut_where_they_are():
     """Biases and tables too: else each device would gather what it has a part of."""
-    found = [
+    matches = [
         (rule.pattern, axis, rule.spec[at])
         for rule in RULES
         for at, axis in enumerate(rule.axes.replace("->", "").split())
@@ -156,9 +156,9 @@ def test_what_belongs_to_heads_and_channels_is_cut_where_they_are():
     # Mamba's own width M lies between two channels: it is cut as a model's width is.
     wanted = [
         (p, axis, "fsdp" if axis == "M" and "mamba" in p else "tensor")
-        for p, axis, _ in found
+        for p, axis, _ in matches
     ]
-    assert found == wanted and len(found) > 15
+    assert matches == wanted and len(matches) > 15
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

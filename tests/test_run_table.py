@@ -64,8 +64,8 @@ def test_a_file_imports_its_neighbours_and_leaves_nothing_behind(tmp_path):
             IMPORTS + "from shared import STEPS\n"
             "def config():\n    return changed(tiny(), training={'steps': STEPS})\n"
         )
-        made = load_experiment(tmp_path / folder / "e.py")
-        assert made == changed(config(), training={"steps": steps})
+        result = load_experiment(tmp_path / folder / "e.py")
+        assert result == changed(config(), training={"steps": steps})
     with pytest.raises(UserError):
         (tmp_path / "broken.py").write_text("import sys\nsys.path.append('x')\n1 / 0\n")
         load_experiment(tmp_path / "broken.py")

@@ -95,9 +95,9 @@ def specs(tree, mesh):
 @pytest.mark.parametrize("name", MODELS)
 def test_specs_have_full_rank_and_fit_the_shapes(name):
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
-    found = specs(abstract(MODELS[name]), mesh)
+    matches = specs(abstract(MODELS[name]), mesh)
     for parameter, leaf in parameters(MODELS[name]).items():
-        spec = found[parameter]
+        spec = matches[parameter]
         assert len(spec) == leaf.ndim, parameter
         for axis, size in zip(spec, leaf.shape, strict=True):
             assert axis is None or size % mesh.shape[axis] == 0, parameter
@@ -105,23 +105,23 @@ def test_specs_have_full_rank_and_fit_the_shapes(name):
 
 def test_each_kind_of_weight_is_cut_where_the_table_says():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    found = specs(abstract(EVERYTHING), mesh)
+    result = specs(abstract(EVERYTHING), mesh)
     block = "stack.blocks.1"
-    assert found[f"{block}.attention.w_q"] == P(None, "fsdp", "tensor", None)
-    assert found[f"{block}.attention.w_out"] == P(None, "tensor", None, "fsdp")
-    assert found[f"{block}.mlp.w_down"] == P(None, "tensor", "fsdp")
-    assert found[f"{block}.attention.b_k"] == P(None, "tensor", None)
-    assert found["w_embedding"] == P("tensor", "fsdp")
-    assert found["w_head"] == P("fsdp", "tensor")
-    assert found["final_norm.scale"] == P(None)
+    assert result[f"{block}.attention.w_q"] == P(None, "fsdp", "tensor", None)
+    assert result[f"{block}.attention.w_out"] == P(None, "tensor", None, "fsdp")
+    assert result[f"{block}.mlp.w_down"] == P(None, "tensor", "fsdp")
+    assert result[f"{block}.attention.b_k"] == P(None, "tensor", None)
+    assert result["w_embedding"] == P("tensor", "fsdp")
+    assert result["w_head"] == P("fsdp", "tensor")
+    assert result["final_norm.scale"] == P(None)
 
 
 def test_key_heads_that_do_not_divide_tensor_are_replicated():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
-    found = specs(abstract(EVERYTHING), mesh)
-    assert found["stack.blocks.0.attention.w_q"] == P(None, "fsdp", "tensor", None)
-    assert found["stack.blocks.0.attention.w_k"] == P(None, "fsdp", None, None)
-    assert found["stack.blocks.0.attention.b_v"] == P(None, None, None)
+    result = specs(abstract(EVERYTHING), mesh)
+    assert result["stack.blocks.0.attention.w_q"] == P(None, "fsdp", "tensor", None)
+    assert result["stack.blocks.0.attention.w_k"] == P(None, "fsdp", None, None)
+    assert result["stack.blocks.0.attention.b_v"] == P(None, None, None)
 
 
 def test_the_moments_lie_like_their_parameters_and_counters_everywhere():
@@ -133,11 +133,11 @@ def test_the_moments_lie_like_their_parameters_and_counters_everywhere():
     state = jax.eval_shape(
         lambda key: new_state(key, EVERYTHING, optimizer, spikes), jax.random.key(0)
     )
-    found = specs(state, mesh)
+    result = specs(state, mesh)
     for parameter, spec in specs(abstract(EVERYTHING), mesh).items():
-        same = {s for name, s in found.items() if name.endswith(f".{parameter}")}
+        same = {s for name, s in result.items() if name.endswith(f".{parameter}")}
         assert same == {spec}, parameter
-    assert found["step"] == P() and found["spikes.losses"] == P()
+    assert result["step"] == P() and result["spikes.losses"] == P()
 
 
 def test_a_mesh_takes_all_devices_left():

@@ -41,7 +41,7 @@ MUTABLE_STATE = {"Rngs", "Dropout", "BatchNorm", "Variable", "Cache", "BatchStat
 
 def mutations(tree: ast.Module) -> list[str]:
     """Returns where a module or a Param is changed after it was made."""
-    found = []
+    matches = []
     for owner in ast.walk(tree):
         if isinstance(owner, ast.ClassDef) and is_module(owner):
             for function in owner.body:
@@ -49,21 +49,21 @@ def mutations(tree: ast.Module) -> list[str]:
                     isinstance(function, ast.FunctionDef)
                     and function.name != "__init__"
                 ):
-                    found += [
+                    matches += [
                         f"line {target.lineno}: {ast.unparse(target)} = ... "
                         f"in {owner.name}.{function.name}"
                         for target in targets(function)
                         if isinstance(target, ast.Attribute)
                         and ast.unparse(target).startswith("self.")
                     ]
-    found += [
+    matches += [
         f"line {target.lineno}: {ast.unparse(target)} = ..."
         for target in targets(tree)
         if isinstance(target, ast.Subscript)
         and isinstance(target.slice, ast.Constant)
         and target.slice.value is ...
     ]
-    return found
+    return matches
 
 
 def is_module(owner: ast.ClassDef) -> bool:
@@ -73,19 +73,19 @@ def is_module(owner: ast.ClassDef) -> bool:
 
 def targets(tree: ast.AST) -> list[ast.expr]:
     """Returns what a tree assigns to or deletes; tuples are taken apart."""
-    found: list[ast.expr] = []
+    matches: list[ast.expr] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.Delete):
-            found += node.targets
+            matches += node.targets
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
-            found.append(node.target)
+            matches.append(node.target)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-            found.append(ast.Attribute(node.args[0], "setattr", lineno=node.lineno))
+            matches.append(ast.Attribute(node.args[0], "setattr", lineno=node.lineno))
     parts = []
-    while found:
-        target = found.pop()
+    while matches:
+        target = matches.pop()
         if isinstance(target, ast.Tuple | ast.List):
-            found += target.elts
+            matches += target.elts
         else:
             parts.append(target.value if isinstance(target, ast.Starred) else target)
     return parts
@@ -104,27 +104,27 @@ def nnx_transforms(tree: ast.Module) -> list[str]:
 
 def kept_state(tree: ast.Module) -> list[str]:
     """Returns where `__init__` keeps a key, a dropout or a mutable Variable."""
-    found = []
+    matches = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             value = ast.unparse(node.value)
             state = any(f"nnx.{name}(" in value for name in MUTABLE_STATE)
             on_self = any(ast.unparse(t).startswith("self.") for t in node.targets)
             if on_self and (state or value in ("rngs", "key")):
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+                matches.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return matches
 
 
 def loose_configs(tree: ast.Module) -> list[str]:
     """Returns the configs that are not frozen, keyword-only and slotted."""
-    found = []
+    matches = []
     for owner in ast.walk(tree):
         if isinstance(owner, ast.ClassDef) and owner.name.endswith("Config"):
             decorators = [ast.unparse(line) for line in owner.decorator_list]
             wanted = ("frozen=True", "kw_only=True", "slots=True")
             if not any(all(word in line for word in wanted) for line in decorators):
-                found.append(f"line {owner.lineno}: {owner.name}")
-    return found
+                matches.append(f"line {owner.lineno}: {owner.name}")
+    return matches
 
 
 def untyped_stacks(tree: ast.Module) -> list[str]:
@@ -132,7 +132,7 @@ def untyped_stacks(tree: ast.Module) -> list[str]:
 
     A name or an attribute `stack` is one, and so is a `mixer`: a layer's config.
     """
-    found = []
+    matches = []
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[asked, *_]):
@@ -149,8 +149,8 @@ def untyped_stacks(tree: ast.Module) -> list[str]:
             case _:
                 bad = False
         if bad and isinstance(node, ast.expr | ast.stmt | ast.arg):
-            found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+            matches.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return matches
 
 
 def is_stack(node: ast.AST | None) -> bool:
@@ -214,7 +214,7 @@ def repeated_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
-    return {name: found for name, found in homes.items() if len(found) > 1}
+    return {name: result for name, result in homes.items() if len(result) > 1}
 
 
 def test_a_class_name_means_one_thing():
@@ -244,8 +244,8 @@ def test_a_crowd_is_seen():
     ids=lambda f: f.__name__,
 )
 def test_no_file_breaks_the_rule(check):
-    found = {name: check(tree_of(path)) for name, path in modules().items()}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    result = {name: check(tree_of(path)) for name, path in modules().items()}
+    assert {name: lines for name, lines in result.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
@@ -296,4 +296,6 @@ def test_every_file_that_does_something_says_what():
 def test_every_folder_of_tests_is_a_package():
     """Two files of one name in folders that are none stop the whole collection."""
     folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
-    assert [one for one in sorted(folders) if not (one / "__init__.py").is_file()] == []
+    assert [
+        item for item in sorted(folders) if not (item / "__init__.py").is_file()
+    ] == []

@@ -45,14 +45,14 @@ def kernels_of(target: str, case: str) -> dict[str, list[Loop]]:
         from tests.compile_target import summary_of
 
         summary_of(target, case)
-        found = {}
+        result = {}
         for file in sorted(Path(folder).glob("*-final_bundles.txt")):
             name = re.search(r"\d+-([\w.]+)-\d+-final_bundles", file.name)
             if name is None or not re.search(r"_kernel(\.\d+)?$", name[1]):
                 continue
             (use,) = Path(folder).glob(f"*-{name[1]}-*final_hlo-static-per-bundle*")
-            found[name[1]] = loops(file.read_text(), use.read_text())
-        return found
+            result[name[1]] = loops(file.read_text(), use.read_text())
+        return result
 
 
 def loops(bundles: str, utilization: str) -> list[Loop]:
@@ -75,7 +75,7 @@ def loops(bundles: str, utilization: str) -> list[Loop]:
             sums.append((depth, []))
             around.append(len(sums) - 1)
         sums[around[min(depth, len(around) - 1)]][1].append(use)
-    found = []
+    matches = []
     for depth, rows in sums:
         total = [sum(column) for column in zip(*rows, strict=True)]
         used = dict(zip(names, total, strict=True))
@@ -84,8 +84,8 @@ def loops(bundles: str, utilization: str) -> list[Loop]:
             for name, most in zip(names, capacities.split(), strict=True)
         }
         spilled = used["VLOAD:FILL"], used["VSTORE:SPILL"]
-        found.append(Loop(depth, len(rows), *spilled, units))
-    return found
+        matches.append(Loop(depth, len(rows), *spilled, units))
+    return matches
 
 
 if __name__ == "__main__":

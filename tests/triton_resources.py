@@ -42,15 +42,15 @@ class Kernel(NamedTuple):
 
 def resources_of(capability: str, case: str, *words: str) -> list[dict]:
     """Asks a process of its own; `capability` is that of a GPU, such as "8.6"."""
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "tests.triton_resources", capability, case, *words],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILER)},
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stderr[-4000:]
-    return [json.loads(line) for line in told.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def kernels_of(function, arguments, target: Target) -> list[Kernel]:
@@ -58,17 +58,17 @@ def kernels_of(function, arguments, target: Target) -> list[Kernel]:
     with as_if(target):
         traced = jax.jit(function).trace(*arguments)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    found: dict[Kernel, None] = {}
+    matches: dict[Kernel, None] = {}
 
     def visit(operation) -> ir.WalkResult:
         if operation.name == "stablehlo.custom_call":
             name = ir.StringAttr(operation.attributes["call_target_name"]).value
             if "triton" in name:
-                found[_kernel(operation.attributes["mhlo.backend_config"])] = None
+                matches[_kernel(operation.attributes["mhlo.backend_config"])] = None
         return ir.WalkResult.ADVANCE
 
     lowered.compiler_ir("stablehlo").operation.walk(visit)
-    return list(found)
+    return list(matches)
 
 
 def _kernel(config) -> Kernel:
@@ -92,27 +92,27 @@ def compiled(kernel: Kernel, capability: str) -> dict:
         source = Path(folder) / "kernel.ttir"
         source.write_text(kernel.text)
         options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-        made = triton.compile(
+        result = triton.compile(
             str(source), target=target("cuda", bare, 32), options=options
         )
         binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(made.asm["cubin"])
+        binary.write_bytes(result.asm["cubin"])
         tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-        told = subprocess.run(
+        done = subprocess.run(
             [tools / "cuobjdump", "-res-usage", binary],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", told)[0]
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", done)[0]
     return {
         "kernel": kernel.name,
         "warps": kernel.warps,
         "stages": kernel.stages,
         "registers": int(registers),
         "stack": int(stack),
-        "shared": made.metadata.shared,
-        "unordered": unordered_atomics(made.asm["ptx"]),
+        "shared": result.metadata.shared,
+        "unordered": unordered_atomics(result.asm["ptx"]),
     }
 
 
@@ -122,15 +122,15 @@ def unordered_atomics(ptx: str) -> int:
     An atomic operation releases what its own thread wrote, and what others did before a
     barrier with it. One that has no release is counted too.
     """
-    found, stored = 0, False
+    result, stored = 0, False
     for line in ptx.splitlines():
         if "st.global" in line:
             stored = True
         elif "bar.sync" in line:
             stored = False
         elif "atom." in line:
-            found += stored or "acq_rel" not in line
-    return found
+            result += stored or "acq_rel" not in line
+    return result
 
 
 def main(capability: str, case: str, *words: str) -> None:

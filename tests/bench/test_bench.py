@@ -72,9 +72,9 @@ def test_five_parts_are_timed_beside_one_corpus(monkeypatch):
     kinds = [f"data/{k}_{p}" for p in ("concat", "best_fit") for k in KINDS]
     names = [f"{kind}/{n}" for kind in kinds for n in ("one_corpus", "five_parts")]
     assert [row.name for row in rows] == names
-    told = data.summary(rows).splitlines()
+    summary = data.summary(rows).splitlines()
     shares = [rows[i + 1].tokens_per_s / rows[i].tokens_per_s for i in (0, 2, 4, 6)]
-    assert told == [
+    assert summary == [
         f"{kind}: five parts at {share:.2f} of one corpus' rate"
         for kind, share in zip(kinds, shares, strict=True)
     ]

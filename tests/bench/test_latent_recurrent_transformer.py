@@ -27,6 +27,6 @@ def test_every_schedule_and_pass_has_a_row(unoptimized, monkeypatch):
         wanted.append(f"latent_recurrent_transformer/{kind}/decode")
     assert [row.name for row in rows] == wanted
     assert all(row.min_ms > 0 for row in rows)
-    told = bench.summary(rows)
-    assert "forward and backward over the baseline's, S = 2" in told
-    assert "a training step with its optimizer, S = 2" in told
+    summary = bench.summary(rows)
+    assert "forward and backward over the baseline's, S = 2" in summary
+    assert "a training step with its optimizer, S = 2" in summary

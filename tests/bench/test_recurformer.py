@@ -17,8 +17,8 @@ def test_the_promised_rows_are_there(unoptimized, monkeypatch):
     rows = list(recurformer.rows(large=False, dtype="float32", repeats=1))
     both = ("forward", "forward_backward")
     scans = ["xla/forward", "xla/forward_backward", "reference/decode", "xla/decode"]
-    wanted = [f"selective_scan/{one}" for one in scans]
-    wanted += [f"mamba/{one}" for one in both]
+    wanted = [f"selective_scan/{scan}" for scan in scans]
+    wanted += [f"mamba/{item}" for item in both]
     for layer in ("attention", "beta_50"):
         wanted += [f"layer/{layer}/{one}" for one in (*both, "decode")]
     assert [row.name for row in rows] == wanted

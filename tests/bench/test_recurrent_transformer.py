@@ -46,6 +46,6 @@ def test_the_summary_compares_with_naive_and_with_the_transformer():
         row(f"recurrent_transformer/{name}/decode", one, "float32", [s], tokens=1)
         for name, s in (("prefix", 3.0), ("transformer", 2.0))
     ]
-    told = bench.summary(rows)
-    assert "a decoded token over the Transformer layer's: 1.50 at 1024" in told
-    assert "T 1024: prefix 8.0, wavefront 4.0" in told
+    summary = bench.summary(rows)
+    assert "a decoded token over the Transformer layer's: 1.50 at 1024" in summary
+    assert "T 1024: prefix 8.0, wavefront 4.0" in summary

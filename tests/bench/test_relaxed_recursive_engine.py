@@ -41,8 +41,10 @@ def test_every_policy_has_a_row(unoptimized, tiny):
     assert max(outputs) - min(outputs) < 1e-6 * max(
         outputs
     )  # the same tokens in each queue
-    told = bench.summary(rows)
-    assert told.splitlines()[3].startswith("propagate: ") and "bits a byte" in told
+    summary = bench.summary(rows)
+    assert (
+        summary.splitlines()[3].startswith("propagate: ") and "bits a byte" in summary
+    )
 
 
 def test_bits_of_a_given_text_are_those_of_the_whole_rows(unoptimized, tiny):
@@ -50,24 +52,24 @@ def test_bits_of_a_given_text_are_those_of_the_whole_rows(unoptimized, tiny):
     model = build(config)
     length = SIZES["T"] + 6
     text = np.random.default_rng(0).integers(0, 257, 2 * length).astype(np.int32)
-    told = bench.held_out_bits(model, SequenceWise(), text, SIZES)
+    message = bench.held_out_bits(model, SequenceWise(), text, SIZES)
     rows = text.reshape(2, length)
     logits, _ = model(Tokens(rows[:, :-1]), model.init_cache(2, 0))
     logits = np.asarray(logits, np.float64)
     sums = np.log(np.exp(logits).sum(-1))
     own = np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
-    assert told == pytest.approx((sums - own).mean() / np.log(2), rel=1e-5)
+    assert message == pytest.approx((sums - own).mean() / np.log(2), rel=1e-5)
 
 
 def test_a_queue_is_drawn_once_and_fits_the_slots():
     text = np.arange(300, dtype=np.int32)
     queue = bench.draw_queue(bench.SMALL, text, 20)
     again = bench.draw_queue(bench.SMALL, text, 20)
-    for one, other in zip(queue, again, strict=True):
-        assert one.settings == other.settings
-        np.testing.assert_array_equal(one.prompt, other.prompt)
-        assert len(one.prompt) == bench.SMALL["T"]
-        assert 16 <= one.settings.max_new_tokens <= 256
+    for first, other in zip(queue, again, strict=True):
+        assert first.settings == other.settings
+        np.testing.assert_array_equal(first.prompt, other.prompt)
+        assert len(first.prompt) == bench.SMALL["T"]
+        assert 16 <= first.settings.max_new_tokens <= 256
 
 
 def test_requests_are_for_a_bench_that_serves_them(capsys):

@@ -49,4 +49,4 @@ def test_turns_are_taken():
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
     times = in_turns(calls, repeats=2, warmup=1)
     assert order == ["a", "b"] * 3
-    assert {name: len(found) for name, found in times.items()} == {"a": 2, "b": 2}
+    assert {name: len(result) for name, result in times.items()} == {"a": 2, "b": 2}

@@ -54,11 +54,11 @@ def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_
     code, out, err = recurjax("train", TINY, "--runs", RUNS)
     assert (code, err) == (0, "") and f"finished at step 12: {URL}" in out
     assert "resuming at step" in out
-    [told] = [line for line in out.splitlines() if line.startswith("sent ")]
+    [messages] = [line for line in out.splitlines() if line.startswith("sent ")]
     assert re.fullmatch(
         r"sent [\d,]+ bytes in \d+ objects, at [1-4] saves and the end, with \d+ "
         "requests of all kinds",
-        told,
+        messages,
     )
     for name, content in bucket().items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,9 @@ def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_
     code, out, _ = recurjax("evaluate", "table", URL)
     assert code == 0 and "bits_per_byte" in out
     damage(12)
-    told = []
-    assert load_run(URL, report=told.append).step == 9
-    assert len(told) == 1 and "Checkpoint 12" in told[0]
+    messages = []
+    assert load_run(URL, report=messages.append).step == 9
+    assert len(messages) == 1 and "Checkpoint 12" in messages[0]
     [oldest] = steps - {"12", "9"}
     damage(9)
     damage(oldest)

@@ -63,12 +63,14 @@ def test_the_sentence_names_the_place_in_our_code(monkeypatch):
 )
 def test_a_command_has_xla_s_flags_for_what_it_does(monkeypatch, words, said):
     """Who continues texts has the products of few rows; flags can be left alone."""
-    told = []
+    messages = []
     monkeypatch.setattr(sys, "argv", ["recurjax", *words, "rat"])
-    monkeypatch.setattr(main, "_find", lambda _: lambda argv: told.append(argv) or 0)
-    monkeypatch.setattr(main.host, "prepare", lambda **said: told.append(said))
+    monkeypatch.setattr(
+        main, "_find", lambda _: lambda argv: messages.append(argv) or 0
+    )
+    monkeypatch.setattr(main.host, "prepare", lambda **said: messages.append(said))
     assert main._answer(None) == 0
-    assert told == [said, ["rat"]]
+    assert messages == [said, ["rat"]]
 
 
 @pytest.mark.parametrize("word", ["caf\udce9", "\ud800", "a\0b"])

@@ -50,10 +50,10 @@ def test_a_field_of_a_config_in_a_tuple_is_an_option(experiment):
 
 
 def test_a_field_that_the_entry_lacks_is_told(experiment):
-    told = (
+    message = (
         r"no option --model.stack.pattern.1.chunk: did you mean --model.stack.pattern"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         override(experiment, ["--model.stack.pattern.1.chunk", "8"], prog="train")
 
 
@@ -61,9 +61,9 @@ def test_a_path_may_begin_with_the_home(monkeypatch, tmp_path):
     """Bash leaves --json=~/x to the program; a text and a URL stay as they are."""
     monkeypatch.setenv("HOME", str(tmp_path))
     words = ["~/run", "gs://b/x", "--json=~/x.json", "--prompt", "~/x"]
-    found = parse(Paths, words, prog="read")
-    assert found.runs == (tmp_path / "run", Path("gs:/b/x"))
-    assert (found.json, found.prompt) == (tmp_path / "x.json", "~/x")
+    result = parse(Paths, words, prog="read")
+    assert result.runs == (tmp_path / "run", Path("gs:/b/x"))
+    assert (result.json, result.prompt) == (tmp_path / "x.json", "~/x")
 
 
 @pytest.mark.parametrize(

@@ -53,17 +53,17 @@ for name, words in json.loads(sys.argv[2]).items():
 
 def commands(run, folder, mesh):
     """Returns the words of every command, by its name."""
-    found = {
+    result = {
         name: [*(str(run) if word == "RUN" else word for word in words), *mesh]
         for name, words in MEASURED.items()
     }
     prompts = ("--prompts-file", "FOLDER/prompts.txt", "--json")
     for name, words in WRITTEN.items():
         sizes = ("--max-new-tokens", "9")
-        found[name] = ["generate", str(run), *prompts, *sizes, *words, *mesh]
+        result[name] = ["generate", str(run), *prompts, *sizes, *words, *mesh]
     return {
         name: [word.replace("FOLDER", str(folder)) for word in words]
-        for name, words in found.items()
+        for name, words in result.items()
     }
 
 
@@ -79,10 +79,10 @@ def here(run, folder, mesh):
 
 def in_two_processes(run, folder, env):
     """Returns what the first of two prints; the other one prints nothing."""
-    told = json.dumps(commands(run, folder, PAIR))
+    message = json.dumps(commands(run, folder, PAIR))
     pair = [
         subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(folder), told],
+            [sys.executable, "-c", DRIVER, str(folder), message],
             stderr=subprocess.PIPE,
             text=True,
             env={**env, **environment(2), **place},
@@ -140,20 +140,20 @@ def test_two_processes_and_eight_devices_give_the_numbers_of_one(
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "requests.jsonl").write_text(lines)
 
-    found, kept = {}, {}
+    result, kept = {}, {}
     for name in ("one", "eight", "pair"):
         run = shutil.copytree(finished, tmp_path / name / "tiny")
         (run / "evaluations.jsonl").unlink(missing_ok=True)
         if name == "pair":
-            found[name] = in_two_processes(run, tmp_path, quick_compilation)
+            result[name] = in_two_processes(run, tmp_path, quick_compilation)
         else:
-            found[name] = here(run, tmp_path, EIGHT if name == "eight" else ())
+            result[name] = here(run, tmp_path, EIGHT if name == "eight" else ())
         kept[name] = (run / "evaluations.jsonl").read_text().splitlines()
         assert not (run / "evaluations").exists()
         assert not os.path.lexists(run / "lock")
     for several in ("eight", "pair"):
-        for command, want in found["one"].items():
-            got, want = figures(found[several][command]), figures(want)
+        for command, want in result["one"].items():
+            got, want = figures(result[several][command]), figures(want)
             assert got.keys() == want.keys()
             for path, value in want.items():
                 if isinstance(value, float):

@@ -40,9 +40,9 @@ def copy_of(directory: Path, to: Path, *, tokens: int | None = None, **keys: Any
     shutil.copy(directory / "model.safetensors", to)
     if tokens is not None:
         words = {f"w{i}": i for i in range(tokens)}
-        made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made.save(str(to / "tokenizer.json"))
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(to / "tokenizer.json"))
         (to / "tokenizer_config.json").write_text('{"bos_token": "w1"}')
     return to
 

@@ -88,7 +88,7 @@ def test_what_differs_from_its_source_is_not_sent_and_stays_here(
     """With exit code 1 a bucket must not hold what the next command takes for good."""
     monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "cache"))
     apart = 0.0 if agrees else 1.0
-    found = Parity(
+    result = Parity(
         against="torch 2",
         shape=(1, 8),
         max_abs_difference=apart,
@@ -101,7 +101,7 @@ def test_what_differs_from_its_source_is_not_sent_and_stays_here(
         greedy_agreement=4,
         tolerance=1e-3,
     )
-    monkeypatch.setattr(command, "compare_with_hf", lambda *_, **__: found)
+    monkeypatch.setattr(command, "compare_with_hf", lambda *_, **__: result)
     memory = fsspec.filesystem("memory")
     before = dict(memory.store)
     code, _, err = recurjax("convert", "from-hf", source, f"{STORE}/runs/llama")
@@ -110,11 +110,11 @@ def test_what_differs_from_its_source_is_not_sent_and_stays_here(
         assert "/bucket/runs/llama/config.json" in memory.store
         return
     assert code == 1 and dict(memory.store) == before
-    told = re.search(
+    message = re.search(
         rf"nothing was sent to {STORE}/runs/llama: what was made lies in (\S+)", err
     )
-    assert told is not None, err
-    assert (Path(told[1]) / "config.json").is_file()
+    assert message is not None, err
+    assert (Path(message[1]) / "config.json").is_file()
 
 
 def test_half_of_what_was_sent_is_removed(source, tmp_path, monkeypatch):

@@ -70,14 +70,14 @@ def gguf_names(layers):
 def test_a_file_holds_the_same_model_as_the_directory(tmp_path):
     write_gguf(tmp_path / "m.gguf")
     tokenizer = tokenizer_json(tmp_path, 131)
-    made = from_hf(tmp_path / "m.gguf", tokenizer=tokenizer)
+    converted = from_hf(tmp_path / "m.gguf", tokenizer=tokenizer)
     want = from_hf(LLAMA)
-    eps = made.model.config.final_norm.eps
+    eps = converted.model.config.final_norm.eps
     assert eps == pytest.approx(1e-5, rel=1e-6)
-    assert made.length == want.length
+    assert converted.length == want.length
     jax.tree.map(
         np.testing.assert_array_equal,
-        to_nested_dict(made.model),
+        to_nested_dict(converted.model),
         to_nested_dict(want.model),
     )
 
@@ -170,11 +170,11 @@ def test_a_tokenizer_is_built_from_tokens_and_merges():
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 0,
     }
-    made = gguf_tokenizer(fields, where="here")
-    ids = made.encode("the t12")
+    tokenizer = gguf_tokenizer(fields, where="here")
+    ids = tokenizer.encode("the t12")
     assert [tokens[i] for i in ids] == ["the", "Ġt", "1", "2"]
-    assert made.decode(ids) == "the t12"
-    assert (made.bos, made.eos) == (None, 0)
+    assert tokenizer.decode(ids) == "the t12"
+    assert (tokenizer.bos, tokenizer.eos) == (None, 0)
     fields["tokenizer.ggml.add_bos_token"] = True
     assert gguf_tokenizer(fields, where="here").bos == 0
     fields["tokenizer.ggml.pre"] = "mystery"

@@ -96,9 +96,9 @@ WORDS = {
 
 
 def test_a_tokenizer_of_the_header_s_fields():
-    made = gguf_tokenizer(WORDS, where="m.gguf")
-    assert made.encode("aba").tolist() == [2, 0]
-    assert (made.vocabulary, made.eos) == (3, 2)
+    tokenizer = gguf_tokenizer(WORDS, where="m.gguf")
+    assert tokenizer.encode("aba").tolist() == [2, 0]
+    assert (tokenizer.vocabulary, tokenizer.eos) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,13 @@ def test_greedy_tokens_are_the_likeliest_at_each_place(case):
 def test_generation_makes_the_same_tokens(case):
     _, io, imported = case
     greedy = io["greedy_ids"]
-    made = generate_tokens(
+    generation = generate_tokens(
         imported.model,
         list(greedy[:, :PROMPT]),
         max_new_tokens=greedy.shape[1] - PROMPT,
         sampling=SamplingConfig(temperature=0.0),
     )
-    np.testing.assert_array_equal(np.stack(made.tokens), greedy[:, PROMPT:])
+    np.testing.assert_array_equal(np.stack(generation.tokens), greedy[:, PROMPT:])
 
 
 @pytest.mark.slow

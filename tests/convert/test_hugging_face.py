@@ -121,9 +121,9 @@ def test_an_imported_directory_generates_and_evaluates(quick_compilation, tmp_pa
     words = ("--prompt", "w5 w6", "--max-new-tokens", 3, "--temperature", 0, "--json")
     code, said, err = recurjax("generate", out, *words)
     assert code == 0, err
-    [made] = json.loads(said)["generations"]
+    [result] = json.loads(said)["generations"]
     # The folder names a BOS, and no post-processor puts it before a text.
-    assert made["tokens"] == greedy(loaded.model, [5, 6], 3)[: len(made["tokens"])]
+    assert result["tokens"] == greedy(loaded.model, [5, 6], 3)[: len(result["tokens"])]
     text = tmp_path / "text"
     text.write_text("w1 w2 w3 w4 " * 20)
     code, said, err = recurjax("evaluate", out, "--text", text, "--length", 16)

@@ -31,29 +31,29 @@ def test_they_come_into_a_run_and_go_out_again(template_file, tmp_path):
     source = with_companions(tmp_path / "hf", template_file=template_file)
     run, out = tmp_path / "run", tmp_path / "out"
     assert recurjax("convert", "from-hf", source, run, "--no-check")[0] == 0
-    found = load_run(run).tokenizer
-    assert (found.settings.template, found.settings.generation) == (
+    result = load_run(run).tokenizer
+    assert (result.settings.template, result.settings.generation) == (
         TEMPLATE,
         GENERATION,
     )
     # The file names a BOS, and no post-processor puts it before a text.
-    assert (found.bos, found.eos, found.pad) == (None, 2, 3)
-    assert found.names["bos_token"] == "w1"
-    assert found.settings.ends == (2, 7)
+    assert (result.bos, result.eos, result.pad) == (None, 2, 3)
+    assert result.names["bos_token"] == "w1"
+    assert result.settings.ends == (2, 7)
     options = ("--format", "hf", "--no-check")
     assert recurjax("convert", "to-torch", run, out, *options)[0] == 0
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
     assert json.loads((out / "generation_config.json").read_text()) == GENERATION
     assert json.loads((out / "config.json").read_text())["pad_token_id"] == 3
     again = load_tokenizer(out)
-    assert (again.pad, again.names) == (3, found.names)
+    assert (again.pad, again.names) == (3, result.names)
     assert (again.settings.template, again.settings.generation) == (
         TEMPLATE,
         GENERATION,
     )
     # The settings are no part of the tokenizer: prepared corpora stay valid.
     definition = (out / "tokenizer.json").read_text()
-    assert again.hash == JsonTokenizer(definition, eos="w2").hash == found.hash
+    assert again.hash == JsonTokenizer(definition, eos="w2").hash == result.hash
 
 
 def test_a_tokenizer_from_elsewhere_gets_the_models_companions(tmp_path):
@@ -63,8 +63,8 @@ def test_a_tokenizer_from_elsewhere_gets_the_models_companions(tmp_path):
     run = tmp_path / "run"
     options = ("--no-check", "--tokenizer", bare)
     assert recurjax("convert", "from-hf", source, run, *options)[0] == 0
-    found = load_tokenizer(run / "tokenizer").settings
-    assert (found.template, found.generation) == ("its own", GENERATION)
+    result = load_tokenizer(run / "tokenizer").settings
+    assert (result.template, result.generation) == ("its own", GENERATION)
 
 
 def test_settings_that_are_no_json_are_told(tmp_path):
@@ -86,9 +86,9 @@ def test_a_gguf_file_has_them_in_its_fields():
         "tokenizer.ggml.eot_token_id": 3,
         "tokenizer.ggml.padding_token_id": 4,
     }
-    made = gguf_tokenizer(fields, where="m.gguf")
-    assert (made.eos, made.pad) == (3, 4)
-    assert made.settings.template == TEMPLATE and made.settings.ends == (3,)
+    tokenizer = gguf_tokenizer(fields, where="m.gguf")
+    assert (tokenizer.eos, tokenizer.pad) == (3, 4)
+    assert tokenizer.settings.template == TEMPLATE and tokenizer.settings.ends == (3,)
     assert gguf_text_settings(fields | {"tokenizer.ggml.eot_token_id": 4}).ends == (
         3,
         4,

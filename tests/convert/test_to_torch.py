@@ -353,11 +353,11 @@ def test_layer_by_layer_is_the_whole_model(name, tmp_path, quick_compilation):
 def test_pytorch_computes_the_same(name, tmp_path, quick_compilation):
     needs("torch")
     run = run_of(STACKS[name], tmp_path, embedding_scale="sqrt_width")
-    found = to_torch(run, tmp_path / "out", python=PYTHON, ids=few_tokens(20))
-    assert isinstance(found, Parity)
-    assert found.within_tolerance and found.first_differing_layer is None
+    result = to_torch(run, tmp_path / "out", python=PYTHON, ids=few_tokens(20))
+    assert isinstance(result, Parity)
+    assert result.within_tolerance and result.first_differing_layer is None
     # Learned positions end at 40.
-    assert found.greedy_tokens == (21 if "learned" in name else 64)
+    assert result.greedy_tokens == (21 if "learned" in name else 64)
     stored = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert stored["measured"] and stored["within_tolerance"]
 
@@ -405,16 +405,16 @@ def test_tokens_leave_early_in_pytorch_as_they_do_here(
     assert_values_close(np.asarray(logits), theirs["logits"])
     rule = ExitRule(kind="confidence", threshold=threshold)
     for way in set(theirs) & {"propagate", "skip", "share"}:
-        made = generate_tokens(
+        generation = generate_tokens(
             model,
             list(ids),
             max_new_tokens=12,
             sampling=SamplingConfig(temperature=0.0),
             exits=EarlyExit(rule=rule, missing=way),
         )
-        np.testing.assert_array_equal(made.tokens[0], theirs[way])
-        assert made.loops == [theirs[f"{way}_loops"].tolist()]
-        assert len(set(made.loops[0])) > 1  # some left early, some did not
+        np.testing.assert_array_equal(generation.tokens[0], theirs[way])
+        assert generation.loops == [theirs[f"{way}_loops"].tolist()]
+        assert len(set(generation.loops[0])) > 1  # some left early, some did not
 
 
 @pytest.mark.slow
@@ -426,18 +426,20 @@ def test_the_layer_that_differs_first_is_named(tmp_path, quick_compilation):
     tensors = load_file(file)
     tensors["layers.1.mlp.down.weight"] *= 1.1
     save_file(tensors, file)
-    found = compare_with_export(run, tmp_path / "out", python=PYTHON)
-    assert isinstance(found, Parity)
-    assert not found.within_tolerance and found.first_differing_layer == 2
+    result = compare_with_export(run, tmp_path / "out", python=PYTHON)
+    assert isinstance(result, Parity)
+    assert not result.within_tolerance and result.first_differing_layer == 2
 
 
 @pytest.mark.parametrize("directory", CASES)
 def test_hugging_face_there_and_back_is_bit_exact(directory, tmp_path):
-    made = from_hf(directory)
-    experiment = new_experiment(tmp_path, made.model.config, length=made.length)
-    run = LoadedRun(experiment, made.model, ByteTokenizer(bos=False), 0)
+    converted = from_hf(directory)
+    experiment = new_experiment(
+        tmp_path, converted.model.config, length=converted.length
+    )
+    run = LoadedRun(experiment, converted.model, ByteTokenizer(bos=False), 0)
     to_torch(run, tmp_path / "out", format="hf", check=False)
-    assert_same_parameters(from_hf(tmp_path / "out").model, made.model)
+    assert_same_parameters(from_hf(tmp_path / "out").model, converted.model)
     ours = load_file(tmp_path / "out" / "model.safetensors")
     theirs = load_file(directory / "model.safetensors")
     assert set(ours) == set(theirs)
@@ -449,11 +451,13 @@ def test_hugging_face_there_and_back_is_bit_exact(directory, tmp_path):
 @pytest.mark.parametrize("directory", CASES)
 def test_transformers_loads_what_we_write(directory, tmp_path, quick_compilation):
     needs("torch", "transformers")
-    made = from_hf(directory)
-    experiment = new_experiment(tmp_path, made.model.config, length=made.length)
-    run = LoadedRun(experiment, made.model, ByteTokenizer(bos=False), 0)
-    found = to_torch(run, tmp_path / "out", format="hf", python=PYTHON)
-    assert isinstance(found, Parity) and found.within_tolerance
+    converted = from_hf(directory)
+    experiment = new_experiment(
+        tmp_path, converted.model.config, length=converted.length
+    )
+    run = LoadedRun(experiment, converted.model, ByteTokenizer(bos=False), 0)
+    result = to_torch(run, tmp_path / "out", format="hf", python=PYTHON)
+    assert isinstance(result, Parity) and result.within_tolerance
 
 
 def test_other_models_are_refused_for_hugging_face(tmp_path):
@@ -467,8 +471,8 @@ def test_without_torch_the_report_says_that_nothing_was_measured(tmp_path):
     if importlib.util.find_spec("torch") is not None:
         pytest.skip("torch is installed")
     run = run_of(STACKS["transformer"], tmp_path)
-    found = to_torch(run, tmp_path / "out")
-    assert found == NotMeasured(reason="No module named 'torch'")
+    result = to_torch(run, tmp_path / "out")
+    assert result == NotMeasured(reason="No module named 'torch'")
     stored = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert stored == {"measured": False, "reason": "No module named 'torch'"}
 

@@ -196,11 +196,11 @@ TEMPLATES: dict[str, str] = {
 
 def write_folder(folder: Path, kind: str) -> None:
     """Writes a tokenizer whose roles have the flags of its kind."""
-    made = KINDS[kind]()
+    tokenizer = KINDS[kind]()
     flags = {"special": True, "normalized": False} | FLAGS[kind]
     roles = [AddedToken(name, **flags) for name in ROLES]
-    (made.add_special_tokens if flags["special"] else made.add_tokens)(roles)
-    made.save(str(folder / "tokenizer.json"))
+    (tokenizer.add_special_tokens if flags["special"] else tokenizer.add_tokens)(roles)
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -221,7 +221,7 @@ def by_transformers(folder: Path) -> dict[str, list[int]]:
     """Returns the ids of every chat; needs no torch."""
     from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
-    tokenizer, found = AutoTokenizer.from_pretrained(folder), {}
+    tokenizer, result = AutoTokenizer.from_pretrained(folder), {}
     for name, template, chat, answer in cases():
         ids = tokenizer.apply_chat_template(
             chat["messages"],
@@ -230,8 +230,8 @@ def by_transformers(folder: Path) -> dict[str, list[int]]:
             add_generation_prompt=answer,
             tokenize=True,
         )
-        found[name] = list(ids["input_ids"] if hasattr(ids, "keys") else ids)
-    return found
+        result[name] = list(ids["input_ids"] if hasattr(ids, "keys") else ids)
+    return result
 
 
 def main(out: Path) -> None:

@@ -79,22 +79,22 @@ WORDS = (
 
 
 def byte_level(before: pre_tokenizers.PreTokenizer, *names: str, regex: bool):
-    made = tokenizers.Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
-    made.pre_tokenizer = pre_tokenizers.Sequence([before, after])
-    made.decoder = decoders.ByteLevel()
-    return trained(made, names, pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([before, after])
+    tokenizer.decoder = decoders.ByteLevel()
+    return trained(tokenizer, names, pre_tokenizers.ByteLevel.alphabet())
 
 
 def sentence_pieces(*names: str):
-    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    made.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     fuse = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence(fuse)
+    tokenizer.decoder = decoders.Sequence(fuse)
     # Bytes are ordinary tokens of such a vocabulary: the first entries behind names.
     pieces = [f"<0x{value:02X}>" for value in range(256)]
-    trained(made, names, [])
-    values = json.loads(made.to_str())
+    trained(tokenizer, names, [])
+    values = json.loads(tokenizer.to_str())
     words = {name: number for number, name in enumerate([*names, *pieces])}
     for word in values["model"]["vocab"]:
         words.setdefault(word, len(words))
@@ -102,7 +102,7 @@ def sentence_pieces(*names: str):
     return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
-def trained(made: tokenizers.Tokenizer, names, alphabet):
+def trained(tokenizer: tokenizers.Tokenizer, names, alphabet):
     special = [AddedToken(name, special=True, normalized=False) for name in names]
     trainer = BpeTrainer(
         vocab_size=340,
@@ -110,8 +110,8 @@ def trained(made: tokenizers.Tokenizer, names, alphabet):
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    made.train_from_iterator(TEXT, trainer)
-    return made
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
 
 
 def styles():
@@ -140,10 +140,10 @@ def main() -> None:
     import transformers
 
     cases = {}
-    for style, made, template, (bos, eos, pad) in styles():
+    for style, result, template, (bos, eos, pad) in styles():
         names = {"bos_token": bos, "eos_token": eos, "pad_token": pad}
         with tempfile.TemporaryDirectory() as folder:
-            made.save(f"{folder}/tokenizer.json")
+            result.save(f"{folder}/tokenizer.json")
             kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
             (Path(folder) / "tokenizer_config.json").write_text(
                 json.dumps(names | kind)
@@ -160,7 +160,7 @@ def main() -> None:
             for talk in TALKS
         ]
         cases[style] = {
-            "definition": made.to_str(),
+            "definition": result.to_str(),
             "template": template,
             "names": names,
             "ids": ids,

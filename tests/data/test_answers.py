@@ -89,17 +89,17 @@ def test_packed_rows_hold_whole_examples_that_do_not_see_each_other(file):
     data = opened(file, rows="packed")
     loader = data.loader("train", length=40, batch=1)
     epoch = [next(batches) for batches in [iter(loader)] for _ in range(loader.count)]
-    found = []
+    matches = []
     for batch in epoch:
         ids, targets, segments = (
             batch[name][0] for name in ("ids", "targets", "segments")
         )
         for number in range(segments.max() + 1):
             places = segments == number
-            found.append(told(ids[places], targets[places]))
+            matches.append(told(ids[places], targets[places]))
         assert (targets[segments < 0] == IGNORED).all()
     wanted = [(p + a, [*a.encode(), EOS]) for p, a in pairs(23)[:18]]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(matches) == sorted(wanted)
     # Fewer rows than two thirds of the examples: best fit leaves little free.
     free = sum(int((batch["segments"] < 0).sum()) for batch in epoch)
     assert len(epoch) <= 9 and free / (40 * len(epoch)) < 0.2

@@ -44,8 +44,8 @@ def test_a_talks_tokens_are_those_of_its_rendered_text():
     # As the tokenizers library reads the whole text, with names as tokens.
     plain = Tokenizer.from_str(DEFINITION)
     assert template.encode(TALK, TOKENIZER) == plain.encode(text).ids
-    told = template.encode(TALK, TOKENIZER, answer=False)
-    assert told == template.encode(TALK, TOKENIZER)[: len(told)]
+    message = template.encode(TALK, TOKENIZER, answer=False)
+    assert message == template.encode(TALK, TOKENIZER)[: len(message)]
 
 
 @pytest.mark.parametrize("role", ["content", "role"])
@@ -101,8 +101,8 @@ def test_templates_come_from_a_folder_or_a_file(tmp_path):
     assert load_template(tmp_path, tokenizer=TOKENIZER) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "one{{ eos_token }}"}))
-    found = load_template(tmp_path, tokenizer=TOKENIZER)
-    assert found.render([]) == "one<|im_end|>"
+    result = load_template(tmp_path, tokenizer=TOKENIZER)
+    assert result.render([]) == "one<|im_end|>"
     rows = [{"name": "tools", "template": "x"}, {"name": "default", "template": "two"}]
     config.write_text(json.dumps({"chat_template": rows}))
     assert load_template(tmp_path, tokenizer=TOKENIZER).render([]) == "two"

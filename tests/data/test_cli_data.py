@@ -163,8 +163,8 @@ def test_a_tokenizer_without_bos_and_eos_shows_none(files, capsys):
 def test_a_prepared_folder_is_verified(files, capsys):
     out = prepared_folder(files)
     assert run(["verify", out]) == 0
-    told = capsys.readouterr().out
-    assert "is whole: 9,002 tokens of 2 documents in 1 shards" in told
+    text = capsys.readouterr().out
+    assert "is whole: 9,002 tokens of 2 documents in 1 shards" in text
     [shard] = (files / "out").glob("*.arrayrecord")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

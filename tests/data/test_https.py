@@ -38,19 +38,24 @@ def server(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("no openssl, which makes the server's certificate")
     root = tmp_path_factory.mktemp("web")
-    made = tmp_path_factory.mktemp("certificate")
+    result = tmp_path_factory.mktemp("certificate")
     names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
     kind = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    files = ["-keyout", str(made / "key"), "-out", str(made / "certificate")]
+    files = ["-keyout", str(result / "key"), "-out", str(result / "certificate")]
     command = ["openssl", "req", *kind, *files, *names]
     subprocess.run(command, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(made / "certificate", made / "key")
+    context.load_cert_chain(result / "certificate", result / "key")
     served = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
     served.asked = []
     served.socket = context.wrap_socket(served.socket, server_side=True)
     Thread(target=served.serve_forever, daemon=True).start()
-    yield served, f"https://127.0.0.1:{served.server_port}", root, made / "certificate"
+    yield (
+        served,
+        f"https://127.0.0.1:{served.server_port}",
+        root,
+        result / "certificate",
+    )
     served.shutdown()
     served.server_close()
 

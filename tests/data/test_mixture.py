@@ -36,15 +36,15 @@ PACKINGS = ("concat", "best_fit")
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     """Three texts of many short documents, each text with letters of its own."""
-    root, made = tmp_path_factory.mktemp("parts"), []
+    root, results = tmp_path_factory.mktemp("parts"), []
     for number, weight in enumerate(WEIGHTS):
         letters = "abcdefghi"[3 * number : 3 * number + 3]
         texts = [letters * (1 + (7 * k) % 11) for k in range(40)]
         file = root / f"{number}.txt"
         file.write_text("\n".join(texts))
         corpus = TextFiles(patterns=(str(file),), separator="\n")
-        made.append(Part(corpus=corpus, weight=weight, name=f"p{number}"))
-    return tuple(made)
+        results.append(Part(corpus=corpus, weight=weight, name=f"p{number}"))
+    return tuple(results)
 
 
 def data(corpus, packing="concat", **options):
@@ -111,12 +111,12 @@ def test_weights_change_at_a_row_and_parts_go_on_where_they_were():
     assert set(owners[1000:]) == {1}
     # Any stretch of rows at once, across cycles and changes.
     for first, stop in ((0, 1100), (3, 3), (7, 12), (9, 10), (998, 1001), (1050, 1060)):
-        found = {
+        result = {
             row: (part, number + n)
             for part, (number, rows) in shares.rows(first, stop).items()
             for n, row in enumerate(rows)
         }
-        assert [found[row] for row in range(stop - first)] == drawn[first:stop]
+        assert [result[row] for row in range(stop - first)] == drawn[first:stop]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

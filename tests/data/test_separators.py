@@ -33,10 +33,10 @@ def documents_of(dataset) -> list[str]:
     tokenizer, stream = dataset.tokenizer, dataset.stream
     [ids] = stream.read([(0, stream.tokens)])
     count = tokenizer.vocabulary - 256
-    told = [str(i) if i < count else tokenizer.decode([i]) for i in ids.tolist()]
+    text = [str(i) if i < count else tokenizer.decode([i]) for i in ids.tolist()]
     edges = [*stream.starts.tolist(), stream.tokens]
     pairs = zip(edges, edges[1:], strict=False)
-    return ["".join(told[start:stop]) for start, stop in pairs]
+    return ["".join(text[start:stop]) for start, stop in pairs]
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def test_shares_are_those_of_a_loop(model, batch):
         if targets[row, t] != IGNORED
     ]
 
-    def share(found) -> float:
-        found = list(found)
-        return sum(found) / len(found)
+    def share(result) -> float:
+        result = list(result)
+        return sum(result) / len(result)
 
     assert got.token == share(r for *_, r in right)
     classes = {c for _, _, c, _ in right}

@@ -160,9 +160,9 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
     words = ("--tasks", "offline_arc_easy,offline_copa", "--limit", 3)
     code, out, err = recurjax("evaluate", "harness", run, *words, "--fewshot", 1)
     assert code == 0, err
-    found = json.loads(out)["results"]
-    assert set(found) == {"offline_arc_easy", "offline_copa"}
-    assert 0 <= found["offline_arc_easy"]["acc,none"] <= 1
+    matches = json.loads(out)["results"]
+    assert set(matches) == {"offline_arc_easy", "offline_copa"}
+    assert 0 <= matches["offline_arc_easy"]["acc,none"] <= 1
     first = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
     assert (first["task"], first["n"], first["limit"]) == ("offline_arc_easy", 3, 3)
     assert first["package"].startswith("lm-eval 0.") and first["version"]
@@ -179,8 +179,8 @@ def test_needles_are_measured_by_the_runs_own_tokenizer(harness, run):
     tasks = ("--tasks", "offline_niah_single_2")
     code, out, err = recurjax("evaluate", "harness", run, *tasks, *words)
     assert code == 0, err
-    found = json.loads(out)["results"]["offline_niah_single_2"]
-    assert 0 <= found["string_match,none"] <= 1 and "share_of_set,none" in found
+    matches = json.loads(out)["results"]["offline_niah_single_2"]
+    assert 0 <= matches["string_match,none"] <= 1 and "share_of_set,none" in matches
     row = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
     assert (row["n"], row["limit"], row["seed"]) == (2, 2, 42)
     settings = {"fewshot": 0, "tokens": 768, "haystack": "embedded text"}

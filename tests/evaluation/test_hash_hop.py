@@ -61,7 +61,7 @@ class Scripted(Evaluator):
     """Says the whole chain, half of it with other spaces, and nothing."""
 
     def answers(self, questions, *, name):
-        told = []
+        messages = []
         for number, question in enumerate(questions):
             row = row_of(TASK, seed=5, split="validation", number=number)
             text = row.ids[: TASK.length_of(TASK.pairs)].astype(np.uint8).tobytes()
@@ -69,8 +69,8 @@ class Scripted(Evaluator):
             assert text.startswith(prompt) and question.stop == ("\n",)
             chain = text[len(prompt) :].decode().strip()
             assert question.most == 2 * (3 * ELEMENT + 1)
-            told.append([" " + chain, chain[:4] + "=" + chain[6:9], ""][number])
-        return told
+            messages.append([" " + chain, chain[:4] + "=" + chain[6:9], ""][number])
+        return messages
 
 
 def test_chains_that_are_written_are_compared_as_text():

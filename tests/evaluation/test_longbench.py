@@ -44,7 +44,7 @@ def item(context="a story", asks="who?", answers=("Ann",), classes=()):
 
 
 def write(folder, name, items):
-    lines = "".join(json.dumps(one) + "\n" for one in items)
+    lines = "".join(json.dumps(item) + "\n" for item in items)
     (folder / f"{name}.jsonl").write_text(lines)
 
 
@@ -54,7 +54,7 @@ class Scripted(Evaluator):
     def answers(self, questions, *, name):
         prompts = [bytes(question.prompt[1:]).decode() for question in questions]
         numbers = [re.search(r"<(\d+)>", prompt) for prompt in prompts]
-        return [SCORES[int(found[1])][1] for found in numbers if found]
+        return [SCORES[int(matches[1])][1] for matches in numbers if matches]
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ def test_every_pass_of_a_latent_memory_has_its_bits_per_byte(quick_compilation):
     np.testing.assert_allclose(got.passes, want, rtol=1e-5)
     assert got.bits_per_byte == pytest.approx(nats_of_last / math.log(2) / 17, rel=1e-5)
     assert len({round(bits, 4) for bits in got.passes}) == 3
-    told = [got.metrics()[f"bits_per_byte_pass_{number}"] for number in range(3)]
-    assert told == list(got.passes)
+    messages = [got.metrics()[f"bits_per_byte_pass_{number}"] for number in range(3)]
+    assert messages == list(got.passes)
 
 
 def test_a_text_of_special_tokens_only_has_no_bits_per_byte(model):

@@ -36,7 +36,7 @@ def line(item, choice, context, continuation, label):
 
 def written(folder, lines, *, gzipped=True):
     folder.mkdir(parents=True)
-    text = "".join(json.dumps(one) + "\n" for one in lines)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     file = folder / ("requests.jsonl.gz" if gzipped else "requests.jsonl")
     file.write_bytes(gzip.compress(text.encode()) if gzipped else text.encode())
     return file
@@ -49,15 +49,15 @@ class Scripted(Evaluator):
     """Answers as told: nats a token by the pair's text."""
 
     def scores(self, pairs, *, name):
-        found = []
+        matches = []
         for pair in pairs:
             context, text = (self.tokenizer.decode(half) for half in pair)
             each = {" ab": 1.0, " cdefgh": 0.6, " ü": 2.0}.get(text, 0.5)
             if context.endswith("Answer:") and "Q" not in context:
                 each = {" ab": 0.1, " cdefgh": 0.5, " ü": 1.0}[text]
             nats = np.full(len(pair.continuation), each, np.float32)
-            found.append(PairScore(-float(nats.sum()), text == " yes", nats))
-        return found
+            matches.append(PairScore(-float(nats.sum()), text == " yes", nats))
+        return matches
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ def joining() -> JsonTokenizer:
     merges = [("A", "n"), ("w", "e"), ("we", "r"), ("An", "s"), ("Ans", "wer")]
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
-    made = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return JsonTokenizer(made.to_str())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return JsonTokenizer(tokenizer.to_str())
 
 
 def test_a_continuation_inside_a_token_is_encoded_alone_and_counted():

@@ -11,15 +11,15 @@ def test_every_line_comes_once_and_parts_stay_whole(tmp_path, capsys):
     lines = [f"line {number} of a text\n" for number in range(60)]
     (tmp_path / "texts" / "a.txt").write_text("".join(lines[:40]))
     (tmp_path / "texts" / "deep" / "b.txt").write_text("".join(lines[40:]))
-    made = []
+    results = []
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         out = tmp_path / name
         words = [str(out), str(tmp_path / "texts" / "**" / "*.txt"), "--part", "100"]
         assert main([*words, "--seed", str(seed)]) == 0
-        made.append(out.read_text())
-    assert made[0] == made[1] != made[2]
-    assert sorted(made[0].splitlines(keepends=True)) == sorted(lines)
-    assert all(part in made[0] for part in parts_of("".join(lines[:40]), 100))
+        results.append(out.read_text())
+    assert results[0] == results[1] != results[2]
+    assert sorted(results[0].splitlines(keepends=True)) == sorted(lines)
+    assert all(part in results[0] for part in parts_of("".join(lines[:40]), 100))
     said = capsys.readouterr().out
     assert f"{tmp_path / 'one'}: {sum(map(len, lines)):,} bytes, 11 parts of 2" in said
 

@@ -42,8 +42,8 @@ def _named(folder: Path, experiment: Experiment) -> tuple[str, Experiment]:
 
 def fingerprint(experiment: Experiment, known: dict[str, list[str]]) -> str:
     """Hashes an experiment's JSON, less unknown fields that are at their default."""
-    told = json.dumps(_known_part(experiment, known), sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    message = json.dumps(_known_part(experiment, known), sort_keys=True)
+    return hashlib.sha256(message.encode()).hexdigest()
 
 
 def _known_part(value: Any, known: dict[str, list[str]]) -> Any:
@@ -82,15 +82,15 @@ def fields_met(value: Any) -> dict[str, list[str]]:
 
 def test_every_experiment_is_the_recorded_one():
     record = json.loads(RECORD.read_text())
-    found = {}
+    result = {}
     for name, experiment in every_experiment():
         assert from_json(Experiment, json.loads(json.dumps(to_json(experiment)))) == (
             experiment
         )
-        assert name not in found, f"two runs would share the directory of {name}"
-        found[name] = fingerprint(experiment, record["fields"])
-    changed = {n for n in found if record["sha256"].get(n) != found[n]}
-    gone = set(record["sha256"]) - set(found)
+        assert name not in result, f"two runs would share the directory of {name}"
+        result[name] = fingerprint(experiment, record["fields"])
+    changed = {n for n in result if record["sha256"].get(n) != result[n]}
+    gone = set(record["sha256"]) - set(result)
     assert not changed and not gone, (
         f"changed or new: {sorted(changed)}; gone: {sorted(gone)}; if that is meant, "
         f"run python -m {__spec__.name} and say why"
@@ -113,11 +113,11 @@ def test_a_changed_value_and_a_changed_default_are_seen():
 
 def main() -> None:
     """Records every experiment as it is now."""
-    made = dict(every_experiment())
-    known = {k: v for one in made.values() for k, v in fields_met(one).items()}
+    by_name = dict(every_experiment())
+    known = {k: v for item in by_name.values() for k, v in fields_met(item).items()}
     record = {
         "fields": dict(sorted(known.items())),
-        "sha256": {name: fingerprint(made[name], known) for name in sorted(made)},
+        "sha256": {name: fingerprint(by_name[name], known) for name in sorted(by_name)},
     }
     lines = [
         f" {json.dumps(part)}: {{\n"

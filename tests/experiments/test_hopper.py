@@ -253,15 +253,15 @@ def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
     ]
     todo = [next(steps, None) for steps in workers]
     started = [False] * len(workers)
-    told: Counter = Counter()
+    message: Counter = Counter()
     written: dict = {}
 
     def ready(step: Step) -> bool:
-        return all(told[step.block, kind] >= times for kind, times in step.waits)
+        return all(message[step.block, kind] >= times for kind, times in step.waits)
 
     def as_expected(step: Step) -> bool:
-        found = {name: written.get((step.block, name)) for name in step.reads}
-        return found == step.reads
+        result = {name: written.get((step.block, name)) for name in step.reads}
+        return result == step.reads
 
     while any(todo):
         able = [
@@ -276,9 +276,9 @@ def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
             started[n] = True
             continue
         written[step.block, step.writes] = step.position
-        told[step.block, step.tells] += 1
+        message[step.block, step.tells] += 1
         todo[n], started[n] = next(workers[n], None), False
-    assert told == Counter(
+    assert message == Counter(
         {(r, k): count * launch.arrivals(k) for r in range(blocks) for k in KINDS}
     )
 
@@ -293,9 +293,9 @@ def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
     ],
 )
 def test_what_cannot_be_held_at_once_is_refused(widths, most):
-    told = str(refusal_of_widths(widths, most=most, shared=SHARED))
-    assert told.startswith(f"finds no cut of D={widths.model}, ")
-    assert f"into at most {most} programs" in told
+    reason = str(refusal_of_widths(widths, most=most, shared=SHARED))
+    assert reason.startswith(f"finds no cut of D={widths.model}, ")
+    assert f"into at most {most} programs" in reason
 
 
 def test_what_the_kernel_cannot_do_is_refused_with_a_reason():

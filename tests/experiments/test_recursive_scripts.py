@@ -48,8 +48,8 @@ def test_the_sets_have_every_case_that_the_issue_names(script):
 
 
 def test_a_table_has_means_and_spreads(script):
-    found = {"a": [{"x": 1.0, "y": 2.0}, {"x": 2.0}], "b": [{"x": 3.0}]}
-    assert script("uptraining_set").table_of(found).splitlines()[2:] == [
+    matches = {"a": [{"x": 1.0, "y": 2.0}, {"x": 2.0}], "b": [{"x": 3.0}]}
+    assert script("uptraining_set").table_of(matches).splitlines()[2:] == [
         "| a | 1.500 (1.000) | 2.000 |",
         "| b | 3.000 |  |",
     ]
@@ -115,11 +115,15 @@ def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch
     assert said.endswith(table) and [
         line.split("|")[1].strip() for line in table.splitlines()[2:]
     ] == list(wanted)
-    found = json.loads((runs / "results.json").read_text())
-    assert [len(found[name]) for name in wanted] == [2, 2, 2]
-    assert set(found["base_on"][0]) == {"128 tokens"}
+    result = json.loads((runs / "results.json").read_text())
+    assert [len(result[name]) for name in wanted] == [2, 2, 2]
+    assert set(result["base_on"][0]) == {"128 tokens"}
     scored = json.loads((runs / "stepwise_exits" / "exits.json").read_text())
-    assert {one["rule"] for one in scored["exits"]} >= {"static", "confidence", "head"}
+    assert {item["rule"] for item in scored["exits"]} >= {
+        "static",
+        "confidence",
+        "head",
+    }
     assert (runs / "stepwise_exits" / "exits.png").is_file()
     frozen = json.loads((runs / "rank8_svd" / "frozen.json").read_text())
     assert frozen["run"] == str(runs / "base")

@@ -40,8 +40,8 @@ def test_every_run_is_there_with_what_it_reproduces(paper):
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", table_of_runs.TABLES)
 def test_every_run_is_there_with_what_it_costs(paper):
-    made = table_of_runs.filled(TEXT, paper, table_of_runs.table(paper))
-    assert made == TEXT
+    result = table_of_runs.filled(TEXT, paper, table_of_runs.table(paper))
+    assert result == TEXT
 
 
 def test_a_readme_without_a_tables_place_is_told():

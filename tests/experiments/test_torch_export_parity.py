@@ -15,7 +15,7 @@ def test_a_trained_models_export_is_the_same_function(tmp_path, quick_compilatio
     name = "transformer"
     # The rate's warm-up takes 20 steps.
     words = ["--out", tmp_path, "--steps", 21, "--models", name]
-    found = parity.main([str(w) for w in (*words, "--torch-python", python)])
-    assert found[name]["within_tolerance"]
-    assert found[name]["greedy_agreement"] == found[name]["greedy_tokens"] == 64
-    assert name in parity.table(found)
+    matches = parity.main([str(w) for w in (*words, "--torch-python", python)])
+    assert matches[name]["within_tolerance"]
+    assert matches[name]["greedy_agreement"] == matches[name]["greedy_tokens"] == 64
+    assert name in parity.table(matches)

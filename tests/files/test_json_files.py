@@ -28,9 +28,9 @@ def nested(depth):
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(text, message):
-    with pytest.raises(UserError, match=message) as told:
+    with pytest.raises(UserError, match=message) as caught:
         parse_json(text, "the file")
-    assert len(str(told.value)) < 200
+    assert len(str(caught.value)) < 200
 
 
 def test_what_is_right_is_read():

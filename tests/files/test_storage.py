@@ -114,9 +114,9 @@ def test_what_a_store_answers_is_one_sentence(url, error, said, bucket, monkeypa
         raise error
 
     monkeypatch.setattr(type(store.system), "pipe_file", refuse)
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=said) as caught:
         store.check_writable()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])

@@ -51,9 +51,9 @@ BESIDE = {
 
 def golden_cases(*formats: str) -> list[Any]:
     """Returns a test parameter for each file; its id is `folder/name`."""
-    own = {one for one in formats if one.split("/")[0] in FOLDERS}
+    own = {pattern for pattern in formats if pattern.split("/")[0] in FOLDERS}
     assert own <= set(FORMATS), f"name them in FORMATS: {own - set(FORMATS)}"
-    paths = sorted({path for one in formats for path in GOLDEN.glob(one)})
+    paths = sorted({path for pattern in formats for path in GOLDEN.glob(pattern)})
     return [pytest.param(path, id=case_id(path)) for path in paths]
 
 

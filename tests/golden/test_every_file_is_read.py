@@ -27,10 +27,12 @@ def test_every_file_is_of_one_format():
         if path.is_file()
     ]
     for file in files:
-        found = [one for one in FORMATS if fnmatch(file, one)]
-        if not found:
-            found = [beside for beside in BESIDE if fnmatch(file, beside)]
-        assert len(found) == 1, f"{file} is of the formats {found}: name one in FORMATS"
+        matches = [pattern for pattern in FORMATS if fnmatch(file, pattern)]
+        if not matches:
+            matches = [beside for beside in BESIDE if fnmatch(file, beside)]
+        assert len(matches) == 1, (
+            f"{file} is of the formats {matches}: name one in FORMATS"
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_an_unknown_switch_fails_if_it_is_on(one, key, read):
 @pytest.mark.slow  # A process that imports a dozen of test files.
 def test_a_dropped_file_is_met_and_by_every_schedule(tmp_path):
     """With other names than the repository's files have, and more of them."""
-    dropped = {one: [drop(one, tmp_path, "dropped")] for one in FORMATS}
+    dropped = {pattern: [drop(pattern, tmp_path, "dropped")] for pattern in FORMATS}
     blocks = "recurrent_transformer/rt_block_*.npz"
     dropped[blocks] += [drop(blocks, tmp_path, f"more{n}") for n in range(5)]
     readers = [
@@ -79,11 +81,11 @@ def test_a_dropped_file_is_met_and_by_every_schedule(tmp_path):
     )
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
     met = child.stdout.splitlines()
-    for one, names in dropped.items():
+    for first, names in dropped.items():
         for name in names:
             ids = [line.partition("[")[2] for line in met if name in line]
-            assert ids, f"no test reads {name}, a file of {one}"
-            if "/rt_" in one:
+            assert ids, f"no test reads {name}, a file of {first}"
+            if "/rt_" in first:
                 for schedule in TILES:
                     assert any(f"-{schedule}-" in id for id in ids), (name, schedule)
 

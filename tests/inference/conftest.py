@@ -83,9 +83,9 @@ def cycle(model):
     return make
 
 
-def following_logits(model: Decoder, prompt, made) -> np.ndarray:
+def following_logits(model: Decoder, prompt, result) -> np.ndarray:
     """Returns the logits for each new token by one plain forward without a cache."""
-    whole = [*prompt, *made]
+    whole = [*prompt, *result]
     read = whole[:-1]  # the last new token is never read
     padded = np.zeros(model.config.max_length or 64, np.int32)
     padded[: len(read)] = read

@@ -46,15 +46,15 @@ def early_text(
     ids = jnp.asarray([prompt], jnp.int32)
     x, cache = _read(model, ids, length=length)
     logits, text = model.logits(x[0, -1]), [int(token) for token in prompt]
-    made = EarlyText([], [], [], [])
+    results = EarlyText([], [], [], [])
     # Positions without a token count as run: they are hidden by causality.
     ran, b, scores = np.full((1, length), stack.exits, np.int32), stack.exits, []
     for n in range(settings.max_new_tokens):
         text.append(_drawn(logits, text, n, settings))
-        made.tokens.append(text[-1])
-        made.loops.append(b)
-        made.logits.append(np.asarray(logits))
-        made.scores.append(scores)
+        results.tokens.append(text[-1])
+        results.loops.append(b)
+        results.logits.append(np.asarray(logits))
+        results.scores.append(scores)
         # The last token is drawn and not run: nothing follows it.
         last = n + 1 == settings.max_new_tokens
         if last or text[-1] in settings.stop_tokens:
@@ -79,7 +79,7 @@ def early_text(
             cache = _propagate(model, x, cache, newest, b=b)
         cache = _advance(model, cache, newest)
         ran[0, len(text) - 1] = b
-    return made
+    return results
 
 
 @quick

@@ -41,10 +41,10 @@ def test_places_of_new_tokens_are_known_to_be_unique(name, rows, tokens):
     cache = model.init_cache(rows, 16, "float32")
     ids = jnp.zeros((rows, tokens), jnp.int32)
     lengths = jnp.full(rows, tokens - 1) if tokens > 1 else None
-    found = written_to_caches(
+    result = written_to_caches(
         lambda ids, cache: model(Tokens(ids, lengths=lengths), cache), ids, cache
     )
-    assert found and all(found)
+    assert result and all(result)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -59,8 +59,8 @@ def test_places_of_a_tick_are_known_to_be_unique(rows, lanes):
     x = jnp.zeros((rows, lanes, stack.config.width))
     cache = stack.init_ticks(rows, LENGTH, jnp.float32)
     tick = partial(stack.tick, weights=stack.tick_weights())
-    found = written_to_caches(lambda x, cache: tick(x, at, cache), x, cache)
-    assert found and all(found)
+    result = written_to_caches(lambda x, cache: tick(x, at, cache), x, cache)
+    assert result and all(result)
 
 
 def test_dropped_tokens_have_places_of_their_own_out_of_range():

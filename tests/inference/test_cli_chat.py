@@ -157,8 +157,8 @@ def test_the_models_own_sampling_holds_where_the_user_names_none():
     wishes = {"temperature": None, "top_k": None, "top_p": 0.5}
     generation = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "eos_token_id": 2}
     defaults = TextSettings(generation=generation).sampling
-    made, own = own_sampling(PLAIN, wishes, defaults)
-    assert made == SamplingConfig(temperature=0.6, top_p=0.5)
+    result, own = own_sampling(PLAIN, wishes, defaults)
+    assert result == SamplingConfig(temperature=0.6, top_p=0.5)
     assert own == ["temperature 0.6"]
 
 

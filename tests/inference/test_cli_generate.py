@@ -52,14 +52,14 @@ def test_json_lines_and_json_output(capsys, tmp_path):
     file.write_text('"w"\n"xy\\na"\n"m"\n')
     options = ["--prompts-file", str(file), "--stop", "\\n", "--stop", "f", "--json"]
     assert run(["runs/x", *options, *SHORT]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert made["step"] == 7
-    rows = made["generations"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 7
+    rows = result["generations"]
     assert [row["prompt"] for row in rows] == ["w", "xy\na", "m"]
     assert [row["text"] for row in rows] == ["xyz", "bcde", "nopqrs"]
     assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
     assert bytes(rows[0]["tokens"]) == b"xyz\n"
-    assert made["timing"]["decode_tokens_per_second"] > 0
+    assert result["timing"]["decode_tokens_per_second"] > 0
 
 
 def test_only_line_ends_part_prompts(capsys, tmp_path):

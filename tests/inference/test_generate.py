@@ -34,8 +34,8 @@ def chunks_of_four(model, prompts=PROMPTS, **options):
     return generate_tokens(model, prompts, **options)
 
 
-def assert_greedy(model, prompts, made) -> None:
-    for prompt, ids in zip(prompts, made.tokens, strict=True):
+def assert_greedy(model, prompts, result) -> None:
+    for prompt, ids in zip(prompts, result.tokens, strict=True):
         np.testing.assert_array_equal(
             ids, following_logits(model, prompt, ids).argmax(axis=-1)
         )
@@ -93,14 +93,14 @@ def test_an_id_that_no_integer_of_the_device_holds_is_no_token(model, wrong):
 
 def test_rings_serve_past_their_window():
     windowed = build(stack=replace(STACK, windows=(4, None)))
-    made = chunks_of_four(windowed)
-    assert_greedy(windowed, PROMPTS, made)
+    generation = chunks_of_four(windowed)
+    assert_greedy(windowed, PROMPTS, generation)
 
 
 def test_bfloat16_picks_a_token_that_is_best_up_to_rounding():
     half = build(dtype="bfloat16")
-    made = chunks_of_four(half)
-    for prompt, ids in zip(PROMPTS, made.tokens, strict=True):
+    generation = chunks_of_four(half)
+    for prompt, ids in zip(PROMPTS, generation.tokens, strict=True):
         logits = following_logits(half, prompt, ids)
         chosen = np.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
         best, spread = logits.max(axis=1), logits.std(axis=1)
@@ -112,8 +112,8 @@ def test_learned_positions_are_used_to_the_last_one():
     learned = replace(STACK.attention, position=LearnedPositions(length=20))
     short = build(stack=replace(STACK, attention=learned))
     prompts = [list(range(18)), [3, 4]]
-    made = chunks_of_four(short, prompts, max_new_tokens=3)
-    assert_greedy(short, prompts, made)
+    generation = chunks_of_four(short, prompts, max_new_tokens=3)
+    assert_greedy(short, prompts, generation)
     with pytest.raises(UserError, match="18 tokens and needs 21 .* model has only 20"):
         chunks_of_four(short, prompts, max_new_tokens=4)
 
@@ -121,9 +121,9 @@ def test_learned_positions_are_used_to_the_last_one():
 def test_repetition_penalty_counts_prompt_and_text(model):
     penalty = 1.5
     config = replace(GREEDY, repetition_penalty=penalty)
-    made = chunks_of_four(model, sampling=config)
+    generation = chunks_of_four(model, sampling=config)
     differs = False
-    for prompt, ids in zip(PROMPTS, made.tokens, strict=True):
+    for prompt, ids in zip(PROMPTS, generation.tokens, strict=True):
         logits = following_logits(model, prompt, ids)
         for n, token in enumerate(ids):
             seen = np.isin(np.arange(257), [*prompt, *ids[:n]])
@@ -143,8 +143,10 @@ def test_each_row_is_as_if_alone(model):
 
 def test_seeds_decide_the_text_and_chunks_do_not(model):
     def tokens(prompts=PROMPTS, **options):
-        made = chunks_of_four(model, prompts, sampling=SamplingConfig(), **options)
-        return [ids.tolist() for ids in made.tokens]
+        generation = chunks_of_four(
+            model, prompts, sampling=SamplingConfig(), **options
+        )
+        return [ids.tolist() for ids in generation.tokens]
 
     first = tokens(seed=2)
     assert tokens(seed=2) == first
@@ -157,32 +159,35 @@ def test_seeds_decide_the_text_and_chunks_do_not(model):
 
 def test_every_draw_has_randomness_of_its_own(model):
     indifferent = jax.tree.map(jnp.zeros_like, model)
-    made = chunks_of_four(indifferent, sampling=SamplingConfig(), seed=1)
-    for ids in made.tokens:
+    generation = chunks_of_four(indifferent, sampling=SamplingConfig(), seed=1)
+    for ids in generation.tokens:
         assert len(set(ids.tolist())) > NEW - 4
 
 
 def test_a_row_ends_at_eos_and_the_others_go_on(model, greedy):
     rows = [ids.tolist() for ids in greedy.tokens]
     eos = next(token for token in rows[0] if token not in rows[2])
-    made = chunks_of_four(model, eos=eos)
+    generation = chunks_of_four(model, eos=eos)
     for got, whole, reason in zip(
-        made.tokens, greedy.tokens, made.finish_reasons, strict=True
+        generation.tokens, greedy.tokens, generation.finish_reasons, strict=True
     ):
         ends = np.flatnonzero(whole == eos)
         length = ends[0] + 1 if ends.size else NEW
         np.testing.assert_array_equal(got, whole[:length])
         assert reason == ("eos" if ends.size else "length")
-    assert made.finish_reasons[0] == "eos" and made.finish_reasons[2] == "length"
+    assert (
+        generation.finish_reasons[0] == "eos"
+        and generation.finish_reasons[2] == "length"
+    )
     again = chunks_of_four(model, eos={eos})
-    assert again.finish_reasons == made.finish_reasons
+    assert again.finish_reasons == generation.finish_reasons
 
 
 def test_a_sharded_model_continues_as_on_one_device(model, greedy):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     spread = jax.device_put(model, shardings(model, mesh))
-    made = chunks_of_four(spread)
-    np.testing.assert_array_equal(np.stack(made.tokens), np.stack(greedy.tokens))
+    generation = chunks_of_four(spread)
+    np.testing.assert_array_equal(np.stack(generation.tokens), np.stack(greedy.tokens))
 
 
 @pytest.mark.slow
@@ -191,9 +196,9 @@ def test_rows_lie_over_the_mesh_that_is_named(model, greedy, rows):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     spread = jax.device_put(model, shardings(model, mesh))
     prompts = [*PROMPTS, PROMPTS[0]][:rows]
-    made = chunks_of_four(spread, prompts, mesh=mesh)
+    generation = chunks_of_four(spread, prompts, mesh=mesh)
     want = [*greedy.tokens, greedy.tokens[0]][:rows]
-    np.testing.assert_array_equal(np.stack(made.tokens), np.stack(want))
+    np.testing.assert_array_equal(np.stack(generation.tokens), np.stack(want))
 
 
 @pytest.fixture
@@ -242,7 +247,7 @@ def test_other_settings_of_sampling_compile_nothing(model, greedy):
 def test_streamed_pieces_join_to_the_text_across_split_characters(cycle):
     made_of = "né🌍!"
     pieces = {0: [], 1: [], 2: []}
-    made = generate(
+    generation = generate(
         cycle(made_of),
         ["n", "x!", "né🌍"],
         tokenizer=BYTES,
@@ -255,8 +260,8 @@ def test_streamed_pieces_join_to_the_text_across_split_characters(cycle):
     for row, skipped in enumerate((1, 0, 3)):
         data = endless[skipped:].encode()[:NEW]
         want = data.decode(errors="replace")
-        assert made.texts[row] == want == "".join(pieces[row])
-        assert made.tokens[row].tolist() == list(data)
+        assert generation.texts[row] == want == "".join(pieces[row])
+        assert generation.tokens[row].tolist() == list(data)
         assert len(pieces[row]) > 3 and all(pieces[row])
 
 
@@ -270,7 +275,7 @@ def test_streamed_pieces_join_to_the_text_across_split_characters(cycle):
     ],
 )
 def test_texts_end_before_a_stop_string(cycle, stop, text, count):
-    made = generate(
+    generation = generate(
         cycle("abcdefghijklmnopqrstuvwxyz"),
         ["a", "k", "q"],
         tokenizer=BYTES,
@@ -279,13 +284,13 @@ def test_texts_end_before_a_stop_string(cycle, stop, text, count):
         stop=stop,
         chunk=4,
     )
-    assert made.texts[0] == text
-    assert len(made.tokens[0]) == count
-    assert made.finish_reasons[0] == ("length" if count == NEW else "stop")
+    assert generation.texts[0] == text
+    assert len(generation.tokens[0]) == count
+    assert generation.finish_reasons[0] == ("length" if count == NEW else "stop")
     for row, start in ((1, 11), (2, 17)):
         letters = "abcdefghijklmnopqrstuvwxyz" * 2
         whole = letters[start : start + NEW]
-        assert made.texts[row] == whole.split(stop[0])[0]
+        assert generation.texts[row] == whole.split(stop[0])[0]
 
 
 def test_texts_end_at_each_token_that_the_models_settings_name(cycle):
@@ -298,14 +303,18 @@ def test_texts_end_at_each_token_that_the_models_settings_name(cycle):
         ["a", "e", "h"],
         {"tokenizer": tokenizer, "max_new_tokens": 4, "sampling": GREEDY},
     )
-    made = generate(model, prompts, **shared)
-    assert made.texts == ["bc", "fg", "ijab"]
-    assert [bytes(ids.tolist()) for ids in made.tokens] == [b"bcd", b"fgh", b"ijab"]
-    assert made.finish_reasons == ["eos", "eos", "length"]
+    generation = generate(model, prompts, **shared)
+    assert generation.texts == ["bc", "fg", "ijab"]
+    assert [bytes(ids.tolist()) for ids in generation.tokens] == [
+        b"bcd",
+        b"fgh",
+        b"ijab",
+    ]
+    assert generation.finish_reasons == ["eos", "eos", "length"]
     for number, request in continue_prompts(model, prompts, **shared, slots=2):
-        assert request.text == made.texts[number]
-        assert request.tokens == made.tokens[number].tolist()
-        assert request.reason == made.finish_reasons[number]
+        assert request.text == generation.texts[number]
+        assert request.tokens == generation.tokens[number].tolist()
+        assert request.reason == generation.finish_reasons[number]
     assert text_ends(tokenizer) == (256, ord("d"), ord("h"))
     assert text_ends(ByteTokenizer(bos=False)) == ()
 
@@ -315,15 +324,15 @@ def test_a_prompt_starts_from_bos_unless_told_otherwise(model):
     prompts = ["To be", "", "or not"]
     ids = [[256, *prompt.encode()] for prompt in prompts]
 
-    def tokens(made):
-        return [row.tolist() for row in made.tokens]
+    def tokens(result):
+        return [row.tolist() for row in result.tokens]
 
-    made = generate(model, prompts, tokenizer=BYTES, **options)
-    assert tokens(made) == tokens(generate_tokens(model, ids, eos=256, **options))
-    assert made.timing.prompt_tokens == sum(map(len, ids))
-    made = generate(model, prompts, tokenizer=BYTES, bos=False, **options)
+    generation = generate(model, prompts, tokenizer=BYTES, **options)
+    assert tokens(generation) == tokens(generate_tokens(model, ids, eos=256, **options))
+    assert generation.timing.prompt_tokens == sum(map(len, ids))
+    generation = generate(model, prompts, tokenizer=BYTES, bos=False, **options)
     ids = [ids[0][1:], [256], ids[2][1:]]
-    assert tokens(made) == tokens(generate_tokens(model, ids, eos=256, **options))
+    assert tokens(generation) == tokens(generate_tokens(model, ids, eos=256, **options))
 
 
 def text_error(model, prompts, *, tokenizer=BYTES, **options) -> str:

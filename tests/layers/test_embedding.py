@@ -87,8 +87,8 @@ def sent(name: str, config: MeshConfig) -> tuple[Collective, ...]:
 @pytest.mark.parametrize("name", ["tokens", "values"])
 @pytest.mark.parametrize("mesh", ["data 2, fsdp 4", "fsdp 8"])
 def test_no_device_gathers_a_table_or_sums_its_whole_gradient(name, mesh):
-    found = sent(name, MESHES[mesh])
-    assert "all-to-all" in {one.kind for one in found}
+    matches = sent(name, MESHES[mesh])
+    assert "all-to-all" in {matche.kind for matche in matches}
     table = 4 * np.prod(TABLES[name][0])
-    whole = [one for one in found if one.kind != "all-to-all"]
-    assert [one for one in whole if one.largest > table / MESHES[mesh].fsdp] == []
+    whole = [matche for matche in matches if matche.kind != "all-to-all"]
+    assert [item for item in whole if item.largest > table / MESHES[mesh].fsdp] == []

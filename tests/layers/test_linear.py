@@ -34,8 +34,8 @@ def on_gpu_and_here(function, *arguments):
         for _ in range(2)
     )
     with as_if(H100):
-        found = there(*arguments)
-    return found, here(*arguments)
+        result = there(*arguments)
+    return result, here(*arguments)
 
 
 @pytest.mark.parametrize("rows, tokens", [(1, 1), (2, 1), (9, 1), (2, 3)])

@@ -117,8 +117,8 @@ def test_logits_at_the_targets_only_give_the_same_loss_and_gradient(most):
         for gather in (False, True)
     )
     assert_values_close(got[0], want[0])
-    for one, other in zip(got[1], want[1], strict=True):
-        assert_gradients_close(one, other)
+    for first, other in zip(got[1], want[1], strict=True):
+        assert_gradients_close(first, other)
 
 
 def test_a_row_with_more_targets_than_there_is_room_for_is_no_loss():

@@ -44,10 +44,10 @@ def test_jax_starts_and_a_choice_already_made_stands(flags, reading):
     """Jax takes the flag in the installed version, and computes the same."""
     environment = os.environ | {"XLA_FLAGS": flags}
     said = run(_PROGRAM.format(reading=reading), environment)
-    told, computed = said.strip().split(" [", 1)
+    message, computed = said.strip().split(" [", 1)
     chosen = dict(flag.split("=") for flag in flags.split())
     ours = OURS | ({PRODUCTS: "individual_dot"} if reading else {})
-    assert dict(flag.split("=") for flag in told.split()) == ours | chosen
+    assert dict(flag.split("=") for flag in message.split()) == ours | chosen
     assert computed == "[5.0, 14.0], [14.0, 50.0]]"
 
 

@@ -35,16 +35,18 @@ SECONDS = 60.0
 def ended(quick_compilation, tmp_path_factory):
     """Runs all scenarios; a folder with what was said, and the ends of processes."""
     folder = tmp_path_factory.mktemp("faults")
-    found = run_script("tests.faulty_pair", folder, *SAID, *LOST, env=quick_compilation)
-    return folder, found
+    result = run_script(
+        "tests.faulty_pair", folder, *SAID, *LOST, env=quick_compilation
+    )
+    return folder, result
 
 
 def ends(ended, scenario):
     """Returns exit codes and seconds from the fault to the end, by process."""
-    folder, found = ended
+    folder, result = ended
     fault = float((folder / scenario).read_text())
     return {
-        end.rank: (end.code, end.at - fault) for end in found if end.name == scenario
+        end.rank: (end.code, end.at - fault) for end in result if end.name == scenario
     }
 
 

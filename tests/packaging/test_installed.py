@@ -67,7 +67,7 @@ def test_both_hold_what_is_used_without_a_clone(distributions):
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
         [about] = [name for name in names if name.endswith("METADATA")]
-        told = packed.read(about).decode()
+        text = packed.read(about).decode()
     ours = [p.relative_to(ROOT) for p in (ROOT / "experiments").rglob("*.py")]
     wanted = {f"recurjax_{p.as_posix()}" for p in ours if p.parent.name != "hopper"}
     assert not [name for name in names if "hopper" in name]
@@ -80,7 +80,7 @@ def test_both_hold_what_is_used_without_a_clone(distributions):
     assert wanted - names == set()
     assert not [n for n in names if n.startswith(("tests/", "experiments/", "build/"))]
     for line in ("Project-URL: ", "Classifier: ", "Author: ", "License-File: LICENSE"):
-        assert line in told, line
+        assert line in text, line
     with tarfile.open(sdist) as packed:
         inside = {name.partition("/")[2] for name in packed.getnames()}
     assert {"CHANGELOG.md", "LICENSE", "experiments/rat/runs.py"} <= inside
@@ -88,8 +88,8 @@ def test_both_hold_what_is_used_without_a_clone(distributions):
 
 def test_the_registry_would_take_both(distributions):
     pytest.importorskip("twine", reason="twine is not installed: pip install twine")
-    told = run(sys.executable, "-m", "twine", "check", "--strict", *distributions)
-    assert told.count("PASSED") == 2
+    done = run(sys.executable, "-m", "twine", "check", "--strict", *distributions)
+    assert done.count("PASSED") == 2
 
 
 def test_a_fresh_environment_trains_generates_evaluates_and_plans(

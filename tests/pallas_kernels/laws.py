@@ -55,8 +55,8 @@ class OracleCase(NamedTuple):
         return pytest.param(self, marks=SLOW, id=str(self))
 
     def __str__(self) -> str:
-        told = [f"{name}={value}" for name, value in self.switches.items()]
-        return " ".join([self.backend, f"T={self.length}", *told, self.dtype])
+        messages = [f"{name}={value}" for name, value in self.switches.items()]
+        return " ".join([self.backend, f"T={self.length}", *messages, self.dtype])
 
 
 class OpLaws:

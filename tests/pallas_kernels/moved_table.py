@@ -29,8 +29,10 @@ def row(compile_cases: ModuleType, target: str, case: str) -> dict:
     compiled = compile_for(target, function, arguments)
     memory = compiled.memory_analysis()
     launched = launches(compiled.as_text())
-    ours = [one for one in launched if "pallas_call" in one[0] or "kernel" in one[0]]
-    others = [one for one in launched if one not in ours]
+    ours = [
+        item for item in launched if "pallas_call" in item[0] or "kernel" in item[0]
+    ]
+    others = [item for item in launched if item not in ours]
     return {
         "case": case,
         "kernels": [name for name, _ in ours],
@@ -46,12 +48,12 @@ def main(*words: str) -> None:
     op, target, *cases = words
     print("| call | our kernels | others | GB moved | least | ratio |")
     print("|---|---|---|---|---|---|")
-    for one in rows(target, op, *cases):
-        moved = one["kernel_bytes"] + one["other_bytes"]
+    for item in rows(target, op, *cases):
+        moved = item["kernel_bytes"] + item["other_bytes"]
         print(
-            f"| {one['case'][4:]} | {len(one['kernels'])} | {len(one['others'])} | "
-            f"{moved / 1e9:.3f} | {one['least_bytes'] / 1e9:.3f} | "
-            f"{moved / one['least_bytes']:.2f} |"
+            f"| {item['case'][4:]} | {len(item['kernels'])} | {len(item['others'])} | "
+            f"{moved / 1e9:.3f} | {item['least_bytes'] / 1e9:.3f} | "
+            f"{moved / item['least_bytes']:.2f} |"
         )
 
 

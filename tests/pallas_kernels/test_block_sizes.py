@@ -22,8 +22,8 @@ def test_a_size_is_at_least_one():
 def test_a_size_that_a_backend_has_no_use_for_is_refused():
     assert Sizes().refusal_beyond() is None
     assert Sizes(rows=4).refusal_beyond("rows", "depth") is None
-    told = "takes of the block sizes only rows, got depth=2"
-    assert Sizes(rows=4, depth=2).refusal_beyond("rows") == told
+    message = "takes of the block sizes only rows, got depth=2"
+    assert Sizes(rows=4, depth=2).refusal_beyond("rows") == message
     assert Sizes(rows=4).refusal_beyond() == "takes of the block sizes none, got rows=4"
 
 

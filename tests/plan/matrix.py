@@ -88,8 +88,8 @@ def compile_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, dict[str, Any]]
 def answer(target: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """Compiles what a request wants, in the target's process."""
     before = _processor_seconds()
-    told = respond(wanted)
-    return told | {"processor_seconds": _processor_seconds() - before}
+    message = respond(wanted)
+    return message | {"processor_seconds": _processor_seconds() - before}
 
 
 def _processor_seconds() -> float:
@@ -122,13 +122,13 @@ def differences(case: Case, got: dict[str, Any]) -> list[str]:
     want = golden().get(case.name)
     if want is None:
         return [f"{case.name} is not in {FILE.name}: python -m tests.plan.matrix"]
-    found = []
+    matches = []
     size, before = got["temporaries"], want["temporaries"]
     if abs(size - before) > TOLERANCE * before:
-        found.append(f"{case.name}: {size:,} bytes of temporaries, was {before:,}")
+        matches.append(f"{case.name}: {size:,} bytes of temporaries, was {before:,}")
     if got["kernels"] != want["kernels"]:
-        found.append(f"{case.name}: kernels {got['kernels']}, was {want['kernels']}")
-    return found
+        matches.append(f"{case.name}: kernels {got['kernels']}, was {want['kernels']}")
+    return matches
 
 
 def main() -> None:
@@ -138,18 +138,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a case's name")
     options = parser.parse_args()
     programs = golden()
-    for case, found in compile_cases(c for c in CASES if options.only in c.name):
+    for case, result in compile_cases(c for c in CASES if options.only in c.name):
         try:
-            got = figures(found)
+            got = figures(result)
         except ValueError as error:
             print(f"{case.name}: {error}", flush=True)
             continue
-        spent = found["processor_seconds"]
+        spent = result["processor_seconds"]
         lines = differences(case, got) or [f"{case.name}: as before"]
         print("\n".join(lines), f"({spent:.1f} s of a core)", flush=True)
         programs[case.name] = got
         if options.renew:
-            _write(programs, found["versions"])
+            _write(programs, result["versions"])
 
 
 def _write(programs: dict[str, dict[str, Any]], versions: dict[str, str]) -> None:

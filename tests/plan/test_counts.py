@@ -127,25 +127,35 @@ def make_mesh():
 @pytest.fixture(scope="module")
 def compiled() -> dict[int, tuple[Traffic, object]]:
     """The looped and the unrolled program on 8 devices."""
-    mesh, found = make_mesh(), {}
+    mesh, result = make_mesh(), {}
     for unroll in (1, STEPS):
         forward = partial(stack, unroll=unroll)
         program = jax.jit(forward).lower(*shapes(mesh)).compile()
         module = parse(program.as_text())
-        found[unroll] = (read_traffic(module, axes=AXES, sizes=SIZES), program)
-    return found
+        result[unroll] = (read_traffic(module, axes=AXES, sizes=SIZES), program)
+    return result
 
 
 def test_collectives_of_a_loop_are_those_of_the_unrolled_program(compiled):
     looped, unrolled = compiled[1][0], compiled[STEPS][0]
     chex.assert_trees_all_equal(
-        {one.axes + (one.kind,): (one.count, one.sent) for one in looped.collectives},
-        {one.axes + (one.kind,): (one.count, one.sent) for one in unrolled.collectives},
+        {
+            collective.axes + (collective.kind,): (collective.count, collective.sent)
+            for collective in looped.collectives
+        },
+        {
+            collective.axes + (collective.kind,): (collective.count, collective.sent)
+            for collective in unrolled.collectives
+        },
     )
-    layers = [one for one in looped.collectives if one.axes == ("tensor",)]
+    layers = [
+        collective
+        for collective in looped.collectives
+        if collective.axes == ("tensor",)
+    ]
     # One sum over `tensor` a layer, of a device's [ROWS / 2, WIDTH] numbers: a ring of
     # 4 sends 3 of 4 parts, twice.
-    assert [(one.kind, one.count) for one in layers] == [("all-reduce", STEPS)]
+    assert [(layer.kind, layer.count) for layer in layers] == [("all-reduce", STEPS)]
     assert layers[0].operand == STEPS * ROWS // 2 * WIDTH * 4
     assert layers[0].sent == 1.5 * layers[0].operand
 
@@ -200,12 +210,12 @@ ENTRY %main (x: f32[2]) -> f32[4] {{
 )
 def test_groups_of_devices_name_axes_of_the_mesh(groups, axes):
     text = TEXT.format(LINE.strip() + groups)
-    (found,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
+    (collectives,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
     members = np.prod([SIZES[AXES.index(axis)] for axis in axes])
     if groups == "{{0,2},{1,3},{4,6},{5,7}}":
         members = 2
-    assert (found.kind, found.axes) == ("all-gather", axes)
-    assert found.sent == (members - 1) * 8
+    assert (collectives.kind, collectives.axes) == ("all-gather", axes)
+    assert collectives.sent == (members - 1) * 8
 
 
 def test_groups_in_an_unknown_form_are_refused():
@@ -237,8 +247,8 @@ ENTRY %main (x: f32[2]) -> f32[4] {{
 @pytest.mark.parametrize(("channel", "count"), [(7, 1), (8, 2)])
 def test_a_collective_in_steps_of_several_fusions_counts_once(channel, count):
     text = IN_STEPS.format(channel)
-    (found,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
-    assert found.count == count
+    (collectives,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
+    assert collectives.count == count
 
 
 LOOPS = """HloModule m
@@ -279,12 +289,12 @@ def moved(text: str) -> Traffic:
 
 
 def test_a_loop_in_a_loop_runs_as_often_as_both_together():
-    found = moved(LOOPS)
+    result = moved(LOOPS)
     # 3 trips are noted on the outer one, 5 stand in the inner one's condition. An
     # operand that is named twice is read once: 32 bytes in, 32 out, as of the negation.
-    assert found.launches == 3 * 5 + 3
-    assert found.bytes == (3 * 5 + 3) * (32 + 32)
-    assert found.unknown_loops == 0
+    assert result.launches == 3 * 5 + 3
+    assert result.bytes == (3 * 5 + 3) * (32 + 32)
+    assert result.unknown_loops == 0
 
 
 IN_PLACE = {
@@ -451,5 +461,5 @@ ENTRY %main (a: (u32[], f32[8])) -> (u32[], f32[8]) {{
   ROOT %w = (u32[], f32[8]{{0}}) while(%a), condition=%more, body=%parts
 }}
 """
-    found = moved(text)
-    assert (found.bytes, found.unknown_loops) == (trips * (32 + 32), 0)
+    result = moved(text)
+    assert (result.bytes, result.unknown_loops) == (trips * (32 + 32), 0)

@@ -47,11 +47,11 @@ def collectives(mesh: MeshConfig, run: Experiment) -> tuple[Collective, ...]:
     return read_traffic(parse(text), axes=AXES, sizes=placed.axis_sizes).collectives
 
 
-def gathered(found: tuple[Collective, ...], axis: str) -> list[Collective]:
+def gathered(matches: tuple[Collective, ...], axis: str) -> list[Collective]:
     """Returns what gathers or exchanges arrays as large as a matrix along an axis."""
     return [
         one
-        for one in found
+        for one in matches
         if one.kind in ("all-gather", "all-to-all", "collective-permute")
         and axis in one.axes
         and one.largest >= SMALLEST
@@ -59,10 +59,12 @@ def gathered(found: tuple[Collective, ...], axis: str) -> list[Collective]:
 
 
 def test_tensor_parallel_products_gather_no_parameter():
-    found = collectives(MeshConfig(tensor=2), wide_transformer())
-    assert gathered(found, "tensor") == []
+    listed = collectives(MeshConfig(tensor=2), wide_transformer())
+    assert gathered(listed, "tensor") == []
     # Each branch is summed once forward: the rows' products of w_out and w_down.
-    assert any(one.kind == "all-reduce" and one.axes == ("tensor",) for one in found)
+    assert any(
+        item.kind == "all-reduce" and item.axes == ("tensor",) for item in listed
+    )
 
 
 def test_a_table_that_regresses_is_seen(monkeypatch):
@@ -73,8 +75,8 @@ def test_a_table_that_regresses_is_seen(monkeypatch):
         return rule._replace(spec=P("fsdp", "tensor")) if columns else rule
 
     monkeypatch.setattr(sharding, "find_rule", broken)
-    found = collectives(MeshConfig(tensor=2), wide_transformer())
-    assert gathered(found, "tensor") != []
+    listed = collectives(MeshConfig(tensor=2), wide_transformer())
+    assert gathered(listed, "tensor") != []
 
 
 ROWS, LENGTH = 8, 128
@@ -119,7 +121,7 @@ def long_run(variant: str) -> Experiment:
     "variant", ["transformer", "rat", "latent_recurrent_transformer"]
 )
 def test_fsdp_cuts_activations_by_rows_and_sums_none(variant):
-    found = collectives(MeshConfig(fsdp=8), long_run(variant))
-    whole = [one for one in found if one.kind in ("all-reduce", "all-gather")]
+    listed = collectives(MeshConfig(fsdp=8), long_run(variant))
+    whole = [item for item in listed if item.kind in ("all-reduce", "all-gather")]
     assert whole != []
-    assert [one for one in whole if one.largest >= ACTIVATION] == []
+    assert [item for item in whole if item.largest >= ACTIVATION] == []

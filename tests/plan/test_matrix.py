@@ -52,10 +52,10 @@ TOPOLOGIES = dict.fromkeys(case.topology for case in CASES)
 
 def assert_as_before(cases: list[Case]) -> None:
     """Compiles the cases and holds each against the file; all differences at once."""
-    found = []
+    matches = []
     for case, answer in compile_cases(cases):
-        found += differences(case, figures(answer))
-    assert found == []
+        matches += differences(case, figures(answer))
+    assert matches == []
 
 
 @needs_compilers
@@ -84,9 +84,11 @@ def test_decoding_on_two_gpus_sends_no_cache(axis):
         "topology": "h100:2",
         "length": length,
     }
-    told = ask("h100:2", "tests.plan.matrix:answer", wanted)
+    answer = ask("h100:2", "tests.plan.matrix:answer", wanted)
     keys_of_a_layer = 2 * rows * WIDTH * length // chunk  # bytes in bfloat16
-    assert sum(one["sent"] for one in told["traffic"]["collectives"]) < keys_of_a_layer
+    assert (
+        sum(item["sent"] for item in answer["traffic"]["collectives"]) < keys_of_a_layer
+    )
 
 
 MOST_BYTES = {
@@ -117,8 +119,8 @@ def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
         "experiment": to_json(replace(wide_experiment(variant), mesh=ONE)),
         **{"topology": "h100", "program": "decode", "rows": rows, "length": 1024},
     }
-    told = ask("h100", "tests.plan.matrix:answer", wanted)
-    moved, least = told["traffic"]["bytes"], sum(told["parts"].values())
+    answer = ask("h100", "tests.plan.matrix:answer", wanted)
+    moved, least = answer["traffic"]["bytes"], sum(answer["parts"].values())
     assert moved < MOST_BYTES[variant][rows] * least
 
 
@@ -142,9 +144,9 @@ def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant, rows):
         "experiment": to_json(replace(wide_experiment(variant), mesh=ONE)),
         **{"topology": "v5e:1x1", "program": "decode", "rows": rows, "length": 1024},
     }
-    told = ask("v5e:1x1", "tests.plan.matrix:answer", wanted)
-    least = sum(told["parts"].values())
-    assert told["traffic"]["bytes"] < MOST_BYTES_ON_TPU[variant][rows] * least
+    answer = ask("v5e:1x1", "tests.plan.matrix:answer", wanted)
+    least = sum(answer["parts"].values())
+    assert answer["traffic"]["bytes"] < MOST_BYTES_ON_TPU[variant][rows] * least
 
 
 @needs_compilers

@@ -48,11 +48,11 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
     memory = plan["memory"]
     assert 2 * memory["parameters"] <= memory["optimizer"]
     assert memory["optimizer"] < 2.2 * memory["parameters"]
-    kinds = {one["kind"] for one in plan["traffic"]["collectives"]}
+    kinds = {item["kind"] for item in plan["traffic"]["collectives"]}
     assert "all-gather" in kinds and kinds & {"all-reduce", "reduce-scatter"}
-    assert {axis for one in plan["traffic"]["collectives"] for axis in one["axes"]} == {
-        "fsdp"
-    }
+    assert {
+        axis for item in plan["traffic"]["collectives"] for axis in item["axes"]
+    } == {"fsdp"}
     (stored,) = (tmp_path / "cache").iterdir()
     assert json.loads(stored.read_text())["memory"] == memory
 
@@ -128,8 +128,8 @@ def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch
             seconds=0.0,
         )
 
-    found = find_changes(experiment, plan(experiment), plan)
-    assert [(one.option, one.plan.fits) for one in found] == [
+    result = find_changes(experiment, plan(experiment), plan)
+    assert [(item.option, item.plan.fits) for item in result] == [
         ("--training.accumulation 4", True),
         ("--model.stack.remat block", False),
         ("--mesh.data 1 --mesh.fsdp 2 --mesh.tensor 2", False),
@@ -167,11 +167,11 @@ def meshes_tried(mesh, batch, tried, run):
         price=None,
         seconds=0.0,
     )
-    found = list(_other_meshes(run, plan))
-    meshes = [one.mesh for _, one in found]
+    result = list(_other_meshes(run, plan))
+    meshes = [one.mesh for _, one in result]
     assert [f"fsdp={mesh.fsdp},tensor={mesh.tensor}" for mesh in meshes] == tried
     # Fields of the experiment, which `train` takes as `plan` does.
-    for option, one in found:
+    for option, one in result:
         assert override(run, option.split(), prog="train") == one
 
 
@@ -194,9 +194,9 @@ def meshes_tried(mesh, batch, tried, run):
     ],
 )
 def test_a_compilers_refusal_is_read_for_its_bytes(text, needed, kind):
-    found = read_failure(ValueError(f"{text}\n\nmore"), {"parameters": 4, "data": 3})
-    assert (found["needed"], found["failed_by"]) == (needed, kind)
-    assert found["failed"] == text
+    result = read_failure(ValueError(f"{text}\n\nmore"), {"parameters": 4, "data": 3})
+    assert (result["needed"], result["failed_by"]) == (needed, kind)
+    assert result["failed"] == text
 
 
 @pytest.mark.parametrize(

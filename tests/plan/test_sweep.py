@@ -43,8 +43,8 @@ def planned(gibibytes: float, seconds: float, *, failed: str | None = None) -> P
 
 
 def test_candidates_are_all_meshes_that_divide_with_every_remat_policy():
-    found = candidates(tiny_experiment.config(), V5E, (8, 6))
-    meshes = {(one.mesh, one.batch) for one in found}
+    result = candidates(tiny_experiment.config(), V5E, (8, 6))
+    meshes = {(item.mesh, item.batch) for item in result}
     # 8 rows over 4, 2 or 1 shards; 6 rows over 2 or 1.
     assert {mesh for mesh, batch in meshes if batch == 8} == {
         *((4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)),
@@ -52,14 +52,14 @@ def test_candidates_are_all_meshes_that_divide_with_every_remat_policy():
     assert {mesh for mesh, batch in meshes if batch == 6} == {
         *((2, 1, 2), (1, 2, 2), (1, 1, 4)),
     }
-    assert {one.remat for one in found} == {"nothing", "dots", "block"}
-    assert len(found) == 3 * len(meshes)
-    assert all(one.experiment.training.batch == one.batch for one in found)
+    assert {item.remat for item in result} == {"nothing", "dots", "block"}
+    assert len(result) == 3 * len(meshes)
+    assert all(item.experiment.training.batch == item.batch for item in result)
 
 
 def test_a_mesh_that_does_not_divide_evaluations_is_no_candidate():
     run = tiny_experiment.changed(tiny_experiment.config(), evaluation={"batch": 2})
-    rows = {one.mesh[0] * one.mesh[1] for one in candidates(run, V5E, (8,))}
+    rows = {item.mesh[0] * item.mesh[1] for item in candidates(run, V5E, (8,))}
     assert rows == {1, 2}
 
 
@@ -90,9 +90,9 @@ def test_a_sweep_gives_every_candidate_its_own_plan(monkeypatch):
     monkeypatch.setattr(sweep, "make_plan", plan)
     listed = candidates(tiny_experiment.config(), V5E, (8,))
     done = list(run_sweep(listed, V5E, workers=3, cache=None, price=2.0))
-    assert {one.name for one, _ in done} == {one.name for one in listed}
-    for one, found in done:
-        assert found.needed == one.mesh[1] * 2**30
+    assert {item.name for item, _ in done} == {item.name for item in listed}
+    for first, result in done:
+        assert result.needed == first.mesh[1] * 2**30
 
 
 def test_a_roofline_is_drawn_where_there_are_peaks(tmp_path):

@@ -35,6 +35,6 @@ def scorer(cycle):
 # It ends with this folder's tests and does not listen on while others run.
 @pytest.fixture(scope="package")
 def server(engine, scorer):
-    with running(lambda: engine, scorer=scorer) as found:
-        found.wait()
-        yield found
+    with running(lambda: engine, scorer=scorer) as result:
+        result.wait()
+        yield result

@@ -108,12 +108,12 @@ def running(
         thread.join(timeout=60)
         if thread.is_alive():
             stacks = [traceback.format_stack(f) for f in sys._current_frames().values()]
-            told = "\n".join("".join(stack) for stack in stacks)
-            raise AssertionError(f"the server has not ended in 60 s:\n{told}")
+            message = "\n".join("".join(stack) for stack in stacks)
+            raise AssertionError(f"the server has not ended in 60 s:\n{message}")
 
 
 def told(server, path: str, body) -> tuple[int, str]:
     sent = {"data": body} if isinstance(body, bytes) else {"body": body}
-    status, made = server.ask(path, **sent)
-    assert set(made["error"]) == {"message", "type", "param", "code"}
-    return status, made["error"]["message"]
+    status, answer = server.ask(path, **sent)
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return status, answer["error"]["message"]

@@ -12,25 +12,25 @@ GREEDY = {"model": "abc", "temperature": 0, "max_tokens": 6}
 def client(server):
     openai = pytest.importorskip("openai", reason="needs OpenAI's client: openai")
     base = f"http://127.0.0.1:{server.port}/v1"
-    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as result:
+        yield result
 
 
 def test_openais_client_reads_completions_and_streams(client):
     assert [model.id for model in client.models.list()] == ["abc"]
-    made = client.completions.create(prompt="a", logprobs=1, echo=True, **GREEDY)
-    assert made.choices[0].text == "abcdefg" and made.usage.total_tokens == 8
-    assert len(made.choices[0].logprobs.token_logprobs) == 8
+    result = client.completions.create(prompt="a", logprobs=1, echo=True, **GREEDY)
+    assert result.choices[0].text == "abcdefg" and result.usage.total_tokens == 8
+    assert len(result.choices[0].logprobs.token_logprobs) == 8
     stream = client.completions.create(prompt="k", stream=True, **GREEDY)
     assert "".join(piece.choices[0].text for piece in stream) == "lmnopq"
 
 
 def test_openais_client_reads_chats_and_streams(client):
     messages = [{"role": "user", "content": "x"}]
-    made = client.chat.completions.create(messages=messages, logprobs=True, **GREEDY)
-    assert made.choices[0].message.content == "bcdefg"
-    assert made.choices[0].finish_reason == "length"
-    assert [row.token for row in made.choices[0].logprobs.content] == list("bcdefg")
+    result = client.chat.completions.create(messages=messages, logprobs=True, **GREEDY)
+    assert result.choices[0].message.content == "bcdefg"
+    assert result.choices[0].finish_reason == "length"
+    assert [row.token for row in result.choices[0].logprobs.content] == list("bcdefg")
     options = {"stream": True, "stream_options": {"include_usage": True}}
     pieces = list(
         client.chat.completions.create(messages=messages, **options, **GREEDY)
@@ -58,8 +58,8 @@ def test_lm_evals_client_scores_and_generates(server):
     )
 
     base = f"http://127.0.0.1:{server.port}/v1/completions"
-    made = LocalCompletionsAPI(base_url=base, model="abc", max_length=40)
-    assert made.tokenizer_backend == "remote"
+    result = LocalCompletionsAPI(base_url=base, model="abc", max_length=40)
+    assert result.tokenizer_backend == "remote"
 
     def ask(kind, *arguments):
         return [
@@ -68,10 +68,10 @@ def test_lm_evals_client_scores_and_generates(server):
         ]
 
     pairs = [("ab", "cde"), ("ab", "cdx"), ("xy", "zab")]
-    scores = made.loglikelihood(ask("loglikelihood", *pairs))
+    scores = result.loglikelihood(ask("loglikelihood", *pairs))
     # What follows is known: the model's own text is greedy, any other is not.
     assert [greedy for _, greedy in scores] == [True, False, True]
     assert scores[0][0] > scores[1][0]
     wish = {"until": ["k"], "max_gen_toks": 20}
-    (text,) = made.generate_until(ask("generate_until", ("def", wish)))
+    (text,) = result.generate_until(ask("generate_until", ("def", wish)))
     assert text == LETTERS[6:10]

@@ -24,41 +24,41 @@ def exiting():
     config = dataclasses.replace(small(loops=2, layers=2), vocabulary=257)
     options = {"tokenizer": ByteTokenizer()}
     engine = Engine(build(config), SIZES, **options)
-    with running(lambda: engine) as found:
-        found.wait()
-        yield found
+    with running(lambda: engine) as result:
+        result.wait()
+        yield result
 
 
-def left_after(made) -> list[int]:
-    return [loop for _, loop in made]
+def left_after(result) -> list[int]:
+    return [loop for _, loop in result]
 
 
 def test_a_request_chooses_its_threshold_and_is_told_its_exits(exiting):
     body = {"prompt": "ab", "return_exits": True, "ignore_eos": True, **GREEDY}
-    told = {}
+    by_name = {}
     for threshold in (None, 0, 1):
         wish = {} if threshold is None else {"exit": threshold}
-        status, made = exiting.ask("/v1/completions", body | wish)
+        status, answer = exiting.ask("/v1/completions", body | wish)
         assert status == 200
-        (choice,) = made["choices"]
+        (choice,) = answer["choices"]
         assert "".join(text for text, _ in choice["exits"]) == choice["text"]
-        told[threshold] = left_after(choice["exits"])
+        by_name[threshold] = left_after(choice["exits"])
         pieces = exiting.events("/v1/completions", body | wish)
         rows = [row for piece in pieces for row in piece["choices"]]
         # Each piece of the stream tells the exits of its own text.
         for row in rows:
             assert "".join(text for text, _ in row["exits"]) == row["text"]
-        assert [one for row in rows for one in row["exits"]] == choice["exits"]
+        assert [item for row in rows for item in row["exits"]] == choice["exits"]
     # The first token is the prompt's, which runs all loops.
-    assert told == {None: [2] * 6, 0: [2] + [1] * 5, 1: [2] * 6}
+    assert by_name == {None: [2] * 6, 0: [2] + [1] * 5, 1: [2] * 6}
 
 
 def test_talks_are_told_their_exits_where_they_ask(exiting):
     body = {"messages": [{"role": "user", "content": "x"}], "exit": 0, **GREEDY}
-    _, made = exiting.ask("/v1/chat/completions", body)
-    assert "exits" not in made["choices"][0]
-    _, made = exiting.ask("/v1/chat/completions", body | {"return_exits": True})
-    (choice,) = made["choices"]
+    _, answer = exiting.ask("/v1/chat/completions", body)
+    assert "exits" not in answer["choices"][0]
+    _, answer = exiting.ask("/v1/chat/completions", body | {"return_exits": True})
+    (choice,) = answer["choices"]
     joined = "".join(text for text, _ in choice["exits"])
     assert joined == choice["message"]["content"]
     assert set(left_after(choice["exits"])[1:]) == {1}

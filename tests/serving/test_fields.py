@@ -65,18 +65,18 @@ def test_a_field_is_accepted_where_it_changes_nothing(name, server):
 
 
 def test_an_unnamed_limit_is_what_the_slot_has_room_for(server):
-    _, made = server.ask("/v1/completions", {"prompt": "a", "temperature": 0})
+    _, answer = server.ask("/v1/completions", {"prompt": "a", "temperature": 0})
     # 48 tokens with BOS and the prompt; the last one is sampled and not read.
-    assert made["usage"]["completion_tokens"] == 48 - 2 + 1
-    assert made["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 48 - 2 + 1
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_without_new_tokens_an_echoed_prompt_is_returned(server):
     body = {"prompt": "abc", "max_tokens": 0, "echo": True}
-    _, made = server.ask("/v1/completions", body)
-    assert made["choices"][0]["text"] == "abc"
-    assert made["choices"][0]["finish_reason"] == "length"
-    assert made["usage"]["completion_tokens"] == 0
+    _, answer = server.ask("/v1/completions", body)
+    assert answer["choices"][0]["text"] == "abc"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
     assert server.events("/v1/completions", body)[0]["choices"][0]["text"] == "abc"
     status, message = told(server, "/v1/completions", body | {"echo": False})
     assert status == 400 and "max_tokens must be a whole number from 1" in message
@@ -107,8 +107,8 @@ def test_variables_reach_the_template_and_developers_are_its_system(server):
     body = {"messages": [{"role": "developer", "content": "x"}], **GREEDY}
     body["chat_template_kwargs"] = {"enable_thinking": False}
     # The template writes the role's first letter: "s".
-    _, made = server.ask("/v1/chat/completions", body)
-    assert made["usage"]["prompt_tokens"] == len("sxa")
+    _, answer = server.ask("/v1/chat/completions", body)
+    assert answer["usage"]["prompt_tokens"] == len("sxa")
     body["chat_template_kwargs"] = {"messages": []}
     status, message = told(server, "/v1/chat/completions", body)
     assert status == 400 and "cannot set messages" in message
@@ -159,8 +159,8 @@ async def answered(app: App, path: str, body: bytes, headers=()):
         "root_path": "",
     }
     await app.asgi(scope, receive, send)
-    start = next(one for one in sent if one["type"] == "http.response.start")
-    parts = [one.get("body", b"") for one in sent if one is not start]
+    start = next(item for item in sent if item["type"] == "http.response.start")
+    parts = [item.get("body", b"") for item in sent if item is not start]
     return start["status"], dict(start["headers"]), b"".join(parts)
 
 

@@ -65,8 +65,8 @@ check([readTalks("{"), readTalks(null), readTalks('"x"')], [[], [], []]);
 
 
 def scripts() -> dict[str, str]:
-    found = re.findall(r'<script id="(\w+)">\n(.*?)</script>', PAGE, re.DOTALL)
-    return dict(found)
+    matches = re.findall(r'<script id="(\w+)">\n(.*?)</script>', PAGE, re.DOTALL)
+    return dict(matches)
 
 
 def node(*, check: bool, text: str) -> None:
@@ -92,13 +92,13 @@ def test_the_page_is_served_without_a_key_and_loads_nothing_from_elsewhere(serve
 
 def test_every_element_that_the_script_asks_for_is_there():
     used = set(re.findall(r'\$\("([\w-]+)"\)', PAGE))
-    made = set(re.findall(r'\bid(?:="|: ")([\w-]+)"', PAGE))
-    assert used and used <= made
+    result = set(re.findall(r'\bid(?:="|: ")([\w-]+)"', PAGE))
+    assert used and used <= result
 
 
 def test_the_pages_logic():
-    found = scripts()
-    assert list(found) == ["logic", "page"]
-    node(check=True, text=found["page"])
+    result = scripts()
+    assert list(result) == ["logic", "page"]
+    node(check=True, text=result["page"])
     sizes = f"const SIZES = {json.dumps(SIZES)};"
-    node(check=False, text=found["logic"] + sizes + LOGIC)
+    node(check=False, text=result["logic"] + sizes + LOGIC)

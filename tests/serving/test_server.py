@@ -16,16 +16,16 @@ from tests.serving.running import GREEDY, LETTERS, TEMPLATE, running, told
 
 
 def test_a_completion_has_text_reason_and_usage(server):
-    status, made = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
-    assert status == 200 and made["object"] == "text_completion"
-    (choice,) = made["choices"]
+    status, answer = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
+    assert status == 200 and answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("bcdefg", "length")
     usage = {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
-    assert made["usage"] == usage and made["model"] == "abc"
+    assert answer["usage"] == usage and answer["model"] == "abc"
     body = {"prompt": [[97], [109]], "stop": "p", "echo": True, **GREEDY}
-    _, made = server.ask("/v1/completions", body)
-    assert [row["text"] for row in made["choices"]] == ["abcdefg", "mno"]
-    assert [row["finish_reason"] for row in made["choices"]] == ["length", "stop"]
+    _, answer = server.ask("/v1/completions", body)
+    assert [row["text"] for row in answer["choices"]] == ["abcdefg", "mno"]
+    assert [row["finish_reason"] for row in answer["choices"]] == ["length", "stop"]
 
 
 def test_a_stream_joins_to_the_whole_and_ends_with_the_usage(server):
@@ -57,16 +57,19 @@ def test_choices_have_streams_of_their_own_and_seeds_decide_them(server):
 
 def test_probabilities_come_with_each_token(server):
     body = {"prompt": "a", "logprobs": 2, **GREEDY}
-    _, made = server.ask("/v1/completions", body)
-    told = made["choices"][0]["logprobs"]
-    assert told["tokens"] == list("bcdefg") and len(told["top_logprobs"]) == 6
+    _, answer = server.ask("/v1/completions", body)
+    message = answer["choices"][0]["logprobs"]
+    assert message["tokens"] == list("bcdefg") and len(message["top_logprobs"]) == 6
     for token, value, top in zip(
-        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+        message["tokens"],
+        message["token_logprobs"],
+        message["top_logprobs"],
+        strict=True,
     ):
         assert top[token] == value == max(top.values()) and len(top) == 2
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, **GREEDY}
-    _, made = server.ask("/v1/chat/completions", chat | {"top_logprobs": 1})
-    rows = made["choices"][0]["logprobs"]["content"]
+    _, answer = server.ask("/v1/chat/completions", chat | {"top_logprobs": 1})
+    rows = answer["choices"][0]["logprobs"]["content"]
     assert [row["token"] for row in rows] == list("bcdefg")
     assert rows[0]["top_logprobs"][0]["token"] == "b" and rows[0]["bytes"] == [98]
 
@@ -74,8 +77,8 @@ def test_probabilities_come_with_each_token(server):
 def test_the_next_turn_reads_only_what_is_new(server):
     first = [{"role": "user", "content": "0123456789"}]
     options = {"temperature": 0, "max_tokens": 3}
-    _, made = server.ask("/v1/chat/completions", {"messages": first, **options})
-    answer = made["choices"][0]["message"]["content"]
+    _, reply = server.ask("/v1/chat/completions", {"messages": first, **options})
+    answer = reply["choices"][0]["message"]["content"]
     assert server.idle()
     counts = server.worker.engine.counts
     read, saved = counts.read_tokens, counts.reused_tokens
@@ -97,12 +100,12 @@ def test_small_routes(server):
         "state": 4800,
         "attention": 19200,
     }
-    _, made = server.ask("/tokenize", {"prompt": "hé"})
-    assert made == {"tokens": [256, 104, 195, 169], "count": 4}
-    _, made = server.ask("/detokenize", {"tokens": [104, 195, 169]})
-    assert made == {"prompt": "hé"}
-    _, made = server.ask("/tokenizer_info")
-    assert made["vocabulary"] == 257 and made["chat_template"] == TEMPLATE
+    _, answer = server.ask("/tokenize", {"prompt": "hé"})
+    assert answer == {"tokens": [256, 104, 195, 169], "count": 4}
+    _, answer = server.ask("/detokenize", {"tokens": [104, 195, 169]})
+    assert answer == {"prompt": "hé"}
+    _, answer = server.ask("/tokenizer_info")
+    assert answer["vocabulary"] == 257 and answer["chat_template"] == TEMPLATE
     _, text = server.ask("/metrics")
     for name in ("new_tokens_total", "active_slots", "first_token_seconds_bucket"):
         assert f"recurjax_{name}{{" in text
@@ -208,8 +211,8 @@ def test_500_malformed_bodies_are_each_refused_and_the_server_answers_on(server,
     for _ in range(500):
         data = malformed(draw)
         assert told(server, "/v1/completions", data)[0] == 400, data
-    status, made = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
-    assert status == 200 and made["choices"][0]["text"] == "bcdefg"
+    status, answer = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
+    assert status == 200 and answer["choices"][0]["text"] == "bcdefg"
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -223,8 +226,8 @@ def test_500_bodies_with_random_bytes_break_nothing(server):
             data[draw.randrange(len(data))] = draw.randrange(256)
         status, _ = server.ask("/v1/completions", data=bytes(data))
         assert status in (200, 400, 404)
-    status, made = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
-    assert status == 200 and made["choices"][0]["text"] == "bcdefg"
+    status, answer = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
+    assert status == 200 and answer["choices"][0]["text"] == "bcdefg"
 
 
 def leave_early(server, prompt: str) -> None:
@@ -257,15 +260,15 @@ def storm(server, count: int) -> None:
             return
         while True:
             body = {"prompt": letter, "stream": number % 3 == 1, **GREEDY}
-            status, made = server.ask("/v1/completions", body)
+            status, answer = server.ask("/v1/completions", body)
             if status != 429:
                 break
             time.sleep(0.05)
         assert status == 200
         if number % 3 == 2:
-            assert made["choices"][0]["text"] == want
+            assert answer["choices"][0]["text"] == want
             return
-        events = [line[6:] for line in made.split("\n\n") if line]
+        events = [line[6:] for line in answer.split("\n\n") if line]
         assert events[-1] == "[DONE]"
         pieces = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
         assert "".join(pieces) == want
@@ -298,8 +301,8 @@ def test_keys_queues_and_draining(engine):
         ready.set()
         server.wait()
         body = json.dumps({"prompt": "a", **GREEDY}).encode()
-        status, made = server.ask("/v1/completions", data=body, headers=key)
-        assert status == 200 and made["choices"][0]["text"] == "bcdefg"
+        status, answer = server.ask("/v1/completions", data=body, headers=key)
+        assert status == 200 and answer["choices"][0]["text"] == "bcdefg"
         # More than ever fit, and more than fit now.
         server.worker._streams.add(waiting := object())
         for count, want, message in (
@@ -307,18 +310,18 @@ def test_keys_queues_and_draining(engine):
             (2, 429, "1 requests are open, of at most 2: try again later"),
         ):
             many = json.dumps({"prompt": "a", "n": count, **GREEDY}).encode()
-            status, made = server.ask("/v1/completions", data=many, headers=key)
-            assert status == want and re.search(message, made["error"]["message"])
+            status, answer = server.ask("/v1/completions", data=many, headers=key)
+            assert status == want and re.search(message, answer["error"]["message"])
         server.worker._streams.discard(waiting)
         talk = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
-        status, made = server.ask("/v1/chat/completions", data=talk, headers=key)
-        assert status == 400 and "has no chat template" in made["error"]["message"]
+        status, answer = server.ask("/v1/chat/completions", data=talk, headers=key)
+        assert status == 400 and "has no chat template" in answer["error"]["message"]
         server.worker.draining = True
-        status, made = server.ask("/v1/completions", data=body, headers=key)
-        assert status == 503 and "takes nothing more" in made["error"]["message"]
+        status, answer = server.ask("/v1/completions", data=body, headers=key)
+        assert status == 503 and "takes nothing more" in answer["error"]["message"]
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded():
-    told = pytest.raises(UserError, match="cannot listen on 127.0.0.1 port .*--port")
-    with serving.bind("127.0.0.1", 0) as bound, told:
+    caught = pytest.raises(UserError, match="cannot listen on 127.0.0.1 port .*--port")
+    with serving.bind("127.0.0.1", 0) as bound, caught:
         serving.bind("127.0.0.1", bound.getsockname()[1])

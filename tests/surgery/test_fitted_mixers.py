@@ -68,7 +68,7 @@ def test_the_fit_lowers_every_layers_error_and_touches_nothing_else(
     fitted, fits = fit_mixers(base, model, IDS, steps=60, rate=0.02, report=seen.append)
     assert seen == fits and [fit.layer for fit in fits] == [0, 1]
     assert all(fit.after < 0.8 * fit.before for fit in fits), fits
-    before, after = (named(to_nested_dict(one)) for one in (model, fitted))
+    before, after = (named(to_nested_dict(item)) for item in (model, fitted))
     for name, array in before.items():
         assert np.array_equal(array, after[name]) == (".mamba." not in name), name
 

@@ -85,10 +85,10 @@ def test_converted_models_have_the_golden_logits(path):
             rank=WHOLE if full else int(rank or 0),
         )
         fused = path.stem == "gpt_neox" and not full
-        made = to_recursive(model, stack, init=init, fused_qkv=fused)
+        converted = to_recursive(model, stack, init=init, fused_qkv=fused)
         compute = logits_after_one_loop if cut else logits_of
         np.testing.assert_allclose(
-            compute(made, ids), wanted, rtol=0, atol=ABSOLUTE, err_msg=key
+            compute(converted, ids), wanted, rtol=0, atol=ABSOLUTE, err_msg=key
         )
 
 
@@ -98,11 +98,11 @@ def test_full_rank_with_own_norms_is_the_pretrained_model(directory):
     model = from_hf(directory).model
     ids = np.asarray(io["input_ids"], np.int32)
     stack = recursive(model, loops=2, rank=WHOLE, tie_norms=False)
-    made = to_recursive(model, stack, init="average")
+    converted = to_recursive(model, stack, init="average")
     np.testing.assert_allclose(
-        logits_of(made, ids), io["logits"], rtol=0, atol=ABSOLUTE
+        logits_of(converted, ids), io["logits"], rtol=0, atol=ABSOLUTE
     )
-    back = to_transformer(made)
+    back = to_transformer(converted)
     assert back.config == model.config
     assert_values_close(parameters(back), parameters(model))
 
@@ -111,21 +111,21 @@ def test_full_rank_with_own_norms_is_the_pretrained_model(directory):
 def test_where_a_layer_is_the_blocks_own_its_additions_start_as_nothing(adapters):
     model = from_hf(BASES[0].values[0]).model
     stack = recursive(model, loops=2, rank=3)
-    made = parameters(to_recursive(model, stack, init="lower", adapters=adapters))
-    expands = {n: leaf for n, leaf in made.items() if n.endswith("w_expand")}
+    converted = parameters(to_recursive(model, stack, init="lower", adapters=adapters))
+    expands = {n: leaf for n, leaf in converted.items() if n.endswith("w_expand")}
     assert expands
     for name, leaf in expands.items():
         assert not leaf[0].any(), name
         assert leaf[1].any() == (adapters == "svd"), name
-        assert made[name.replace("expand", "reduce")].any(axis=(-2, -1)).all()
+        assert converted[name.replace("expand", "reduce")].any(axis=(-2, -1)).all()
 
 
 def test_only_the_models_own_transformer_is_made_recursive():
     model = from_hf(BASES[0].values[0]).model
     stack = recursive(model, loops=2)
-    made = to_recursive(model, stack, init="stepwise")
+    converted = to_recursive(model, stack, init="stepwise")
     with pytest.raises(UserError, match="only a Transformer"):
-        to_recursive(made, stack, init="stepwise")
+        to_recursive(converted, stack, init="stepwise")
     with pytest.raises(UserError, match="not recursive"):
         to_transformer(model)
 
@@ -135,8 +135,8 @@ def llama():
     return from_hf(OWN / "hf" / "llama").model
 
 
-def norm_of(made):
-    return parameters(made)["stack.blocks.0.attention_norm.scale"]
+def norm_of(result):
+    return parameters(result)["stack.blocks.0.attention_norm.scale"]
 
 
 @pytest.mark.parametrize("init", ["stepwise", "average", "lower"])
@@ -150,12 +150,12 @@ def test_tied_norms_start_as_they_are_told(init, llama):
         ("choice", theirs[rows]),
         ("zero", np.zeros_like(mean)),
     ):
-        made = to_recursive(llama, stack, init=init, norms=norms)
-        np.testing.assert_allclose(norm_of(made), want, rtol=1e-6)
+        converted = to_recursive(llama, stack, init=init, norms=norms)
+        np.testing.assert_allclose(norm_of(converted), want, rtol=1e-6)
     plain = to_recursive(llama, stack, init=init)
     for name, leaf in parameters(plain).items():
         if "_norm." not in name:
-            np.testing.assert_array_equal(leaf, parameters(made)[name])
+            np.testing.assert_array_equal(leaf, parameters(converted)[name])
     untied = recursive(llama, loops=2, tie_norms=False)
     with pytest.raises(UserError, match="each layer's"):
         to_recursive(llama, untied, init=init, norms="zero")
@@ -166,12 +166,12 @@ def test_a_random_block_is_drawn_and_the_rest_is_kept(llama, quick_compilation):
     first, second = (
         to_recursive(llama, stack, init="random", seed=seed) for seed in (0, 1)
     )
-    made, other = parameters(first), parameters(second)
+    result, other = parameters(first), parameters(second)
     theirs = parameters(llama)
     for name in ("w_embedding", "final_norm.scale"):
-        np.testing.assert_array_equal(made[name], theirs[name])
+        np.testing.assert_array_equal(result[name], theirs[name])
     w_q = "stack.blocks.0.attention.w_q"
-    assert np.abs(made[w_q] - other[w_q]).max() > 1e-3
+    assert np.abs(result[w_q] - other[w_q]).max() > 1e-3
     assert np.all(norm_of(first) == 1)
 
 
@@ -192,27 +192,27 @@ def test_a_model_on_a_mesh_becomes_the_same_one_there(llama):
     want = to_recursive(llama, stack, init="average")
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     spread = jax.device_put(llama, shardings(llama, mesh))
-    made = to_recursive(spread, stack, init="average", mesh=mesh)
-    back = to_transformer(made, mesh=mesh)
-    for model, alone in ((made, want), (back, to_transformer(want))):
+    converted = to_recursive(spread, stack, init="average", mesh=mesh)
+    back = to_transformer(converted, mesh=mesh)
+    for model, alone in ((converted, want), (back, to_transformer(want))):
         places = jax.tree.leaves(shardings(model, mesh))
         for leaf, where in zip(jax.tree.leaves(model), places, strict=True):
             assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
         ours, theirs = parameters(model), parameters(alone)
         for name, leaf in theirs.items():
             np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
-    assert kept_energy(spread, made) == kept_energy(llama, want)
+    assert kept_energy(spread, converted) == kept_energy(llama, want)
 
 
 def test_the_two_uses_of_a_mean_share_their_vectors_and_lose_nothing(llama):
     stack = recursive(llama, loops=2, rank=3)
-    made = to_recursive(llama, stack, init="average")
+    converted = to_recursive(llama, stack, init="average")
     theirs = parameters(llama)
     # A square matrix, one that is wider than high, and one that is higher.
     for name in ("q", "up", "down"):
         weight = theirs[f"stack.blocks.0.{MAPS[name]}"]
         layers = [flat(MAPS[name], layer) for layer in weight]
-        for energy in kept_energy(llama, made):
+        for energy in kept_energy(llama, converted):
             if energy.name == name:
                 other = layers[(energy.depth + 3) % 6]
                 residual = layers[energy.depth] - (layers[energy.depth] + other) / 2
@@ -232,15 +232,17 @@ def test_beside_both_models_memory_holds_a_few_matrices():
 
     def beside_both(convert, model):
         tracemalloc.start()
-        made = convert(model)
+        recursive = convert(model)
         kept, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         # JAX's arrays are not traced, and what NumPy holds at the end is the new model.
-        return made, (peak - kept) / size
+        return recursive, (peak - kept) / size
 
-    made, peak = beside_both(partial(to_recursive, stack=stack, init="average"), model)
+    converted, peak = beside_both(
+        partial(to_recursive, stack=stack, init="average"), model
+    )
     assert peak < 0.3
     # All layers of a matrix are a fourth of so shallow a model.
-    back, peak = beside_both(to_transformer, made)
+    back, peak = beside_both(to_transformer, converted)
     assert peak < 0.4
     assert back.config == model.config

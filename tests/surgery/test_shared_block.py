@@ -25,7 +25,7 @@ def test_maps_and_sources_are_the_papers(path):
         for key, wanted in maps.items():
             if key.startswith("src_"):
                 got = source_layers(key.removeprefix("src_"), layers, loops)
-                assert [list(one) for one in got] == wanted, (name, key)
+                assert [list(item) for item in got] == wanted, (name, key)
             else:
                 assert shared_layers(layers, loops, key).tolist() == wanted, (name, key)
 

@@ -35,8 +35,8 @@ def model():
 @pytest.fixture(scope="module")
 def batch():
     rows = TaskDataset(config=TaskData(task=TASK)).loader("train", length=12, batch=4)
-    made = next(iter(rows))
-    return Batch(made["ids"], made["targets"])
+    result = next(iter(rows))
+    return Batch(result["ids"], result["targets"])
 
 
 def by_hand(model, batch) -> np.ndarray:

@@ -17,6 +17,6 @@ def test_a_profiler_trace_of_the_asked_steps_is_left(quick_compilation, tmp_path
     [trace] = (tmp_path / "profile").rglob("*.xplane.pb")
     assert trace.stat().st_size > 0
     said = text.getvalue().splitlines()
-    told = said[: said.index(f"profiler trace: {tmp_path}/profile")]
-    steps = [line for line in told if re.match(r"step \d/4", line)]
+    message = said[: said.index(f"profiler trace: {tmp_path}/profile")]
+    steps = [line for line in message if re.match(r"step \d/4", line)]
     assert steps[-1].startswith(f"step {min(last, 4)}/4")

@@ -37,13 +37,13 @@ def test_wherever_a_full_disk_is_noticed_the_sentence_is_the_same(every, tmp_pat
         timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    told = [line for line in done.stdout.splitlines() if line != "enough"]
+    messages = [line for line in done.stdout.splitlines() if line != "enough"]
     sentence = (
         rf"UserError: checkpoint \d could not be written to {tmp_path}: no space left"
         r" on the device; (the last good checkpoint is \d|there is none yet)\."
     )
-    assert len(told) > 15 // every
-    assert [line for line in told if not re.fullmatch(sentence, line)] == []
+    assert len(messages) > 15 // every
+    assert [line for line in messages if not re.fullmatch(sentence, line)] == []
 
 
 def save_on_disks_of_many_sizes(directory, every):

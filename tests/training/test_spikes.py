@@ -12,11 +12,11 @@ CONFIG = SpikeConfig(window=8, sigma=3.0, patience=2)
 
 def verdicts(losses, finite=None, config=CONFIG):
     rule = jax.jit(partial(judge, config=config))
-    state, found = new_spike_state(config), []
+    state, matches = new_spike_state(config), []
     for loss, sound in zip(losses, finite or [True] * len(losses), strict=True):
         good, state = rule(state, jnp.float32(loss), jnp.bool_(sound))
-        found.append(bool(good))
-    return found, state
+        matches.append(bool(good))
+    return matches, state
 
 
 def noise(count, mean=5.0):
@@ -62,10 +62,12 @@ def test_sixteen_losses_or_a_smaller_window_are_enough_to_judge():
 @pytest.mark.parametrize("factor", [1.1, 1.5, 4.0])
 def test_a_loss_that_grows_at_every_step_is_stopped(factor):
     losses = list(3.0 * factor ** np.arange(60))
-    found = verdicts(losses, config=SpikeConfig())[0]
-    assert not any(found[-10:])
+    matches = verdicts(losses, config=SpikeConfig())[0]
+    assert not any(matches[-10:])
     if factor == 1.5:
-        assert max(loss for loss, good in zip(losses, found, strict=True) if good) < 1e4
+        assert (
+            max(loss for loss, good in zip(losses, matches, strict=True) if good) < 1e4
+        )
 
 
 def test_one_huge_loss_that_was_let_in_hides_no_later_one():
@@ -83,8 +85,8 @@ def test_losses_that_hardly_differ_make_no_spike_of_nothing():
 def test_the_window_holds_the_last_losses_that_counted():
     # The first eight leave the window; a skipped loss does not enter it.
     losses = [*noise(8), 100.0, *noise(8, mean=4.0)]
-    found, state = verdicts(losses)
-    assert found == [True] * 8 + [False] + [True] * 8
+    result, state = verdicts(losses)
+    assert result == [True] * 8 + [False] + [True] * 8
     np.testing.assert_allclose(np.sort(state.losses), np.sort(noise(8, mean=4.0)))
     assert int(state.accepted) == 16
 
@@ -116,10 +118,10 @@ def test_a_higher_level_that_is_steady_is_taken_after_a_few_skips(
 ):
     draw, config = np.random.default_rng(0).normal, SpikeConfig()
     losses = [*draw(before, noise_of, 200), *draw(after, noise_of, 300)]
-    found, state = verdicts(losses, config=config)
-    assert all(found[:200])
-    assert found[200:].index(True) < config.patience
-    assert all(found[200 + config.patience :])
+    result, state = verdicts(losses, config=config)
+    assert all(result[:200])
+    assert result[200:].index(True) < config.patience
+    assert all(result[200 + config.patience :])
     # The window is that of the new level: a spike above it is one again.
     assert not judge(state, jnp.float32(after + 1.5), jnp.bool_(True), config)[0]
 
@@ -131,15 +133,15 @@ def test_what_is_no_steady_level_ends_the_run():
         rng.uniform(3.0, 9.0, 40),  # scatters
         np.where(np.arange(40) % 2, 3.0, np.nan),  # is no number in between
     ):
-        found, state = verdicts([*noise(40, mean=2.0), *after], config=config)
-        assert not any(found[40:])
+        matches, state = verdicts([*noise(40, mean=2.0), *after], config=config)
+        assert not any(matches[40:])
         assert int(state.skipped) == 40 >= config.patience
 
 
 def test_one_loss_is_no_level():
     config = SpikeConfig(patience=1)
-    found, state = verdicts([*noise(40), 100.0], config=config)
-    assert not found[-1] and int(state.skipped) == 1
+    matches, state = verdicts([*noise(40), 100.0], config=config)
+    assert not matches[-1] and int(state.skipped) == 1
 
 
 def test_losses_of_other_data_are_not_compared_with():

@@ -60,7 +60,7 @@ def batch(seed=0, first=0):
 
 @pytest.fixture(scope="module")
 def step(quick_compilation):
-    made = {
+    by_name = {
         (parts, enabled): jax.jit(
             partial(
                 train_step,
@@ -72,7 +72,7 @@ def step(quick_compilation):
         )
         for parts, enabled in ((1, True), (4, True), (1, False))
     }
-    return lambda *args, parts=1, enabled=True: made[parts, enabled](*args)
+    return lambda *args, parts=1, enabled=True: by_name[parts, enabled](*args)
 
 
 def uneven(batch):

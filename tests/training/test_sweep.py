@@ -24,9 +24,9 @@ def named(name, **sections):
 
 
 def swept(experiments, root, **options):
-    told = io.StringIO()
-    console = Console(file=told, width=10_000)
-    return sweep(experiments, root, console=console, **options), told.getvalue()
+    message = io.StringIO()
+    console = Console(file=message, width=10_000)
+    return sweep(experiments, root, console=console, **options), message.getvalue()
 
 
 def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
@@ -35,8 +35,10 @@ def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
     spikes = dataclasses.replace(config().training.spikes, patience=2)
     bad = named("bad", optimizer={"learning_rate": 1e30}, training={"spikes": spikes})
     experiments = [named("before"), bad, named("after")]
-    reached, told = swept(experiments, tmp_path)
-    assert "training stopped at step" in told and "start again under another" in told
+    reached, message = swept(experiments, tmp_path)
+    assert (
+        "training stopped at step" in message and "start again under another" in message
+    )
     before, diverged, after = reached
     assert [run.name for run in reached] == ["before", "bad", "after"]
     assert diverged.diverged and diverged.loss is diverged.bits_per_byte is None

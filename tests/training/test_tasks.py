@@ -53,10 +53,10 @@ def test_a_run_in_two_parts_is_the_same_run(run, tmp_path):
 
 def test_evaluate_tells_the_accuracy_of_every_place(run):
     code, out, _ = recurjax("evaluate", run, "--batch", 8)
-    told = json.loads(out)["accuracy"]
-    assert code == 0 and told["rows"] == 20 and len(told["positions"]) == 16
+    report = json.loads(out)["accuracy"]
+    assert code == 0 and report["rows"] == 20 and len(report["positions"]) == 16
     last = [row for row in metrics(run) if row["kind"] == "validation"][-1]
-    assert told["token"] == pytest.approx(last["accuracy"], abs=1e-6)
+    assert report["token"] == pytest.approx(last["accuracy"], abs=1e-6)
     assert_refused(recurjax("evaluate", run, "--text", __file__), "leave --text out")
 
 

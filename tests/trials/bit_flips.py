@@ -66,13 +66,13 @@ def restored(run: RunDirectory, wanted: Any) -> tuple[int, dict[str, bytes], Any
     """Returns the step, the arrays as bytes and the data iterator's place."""
     checkpoints = Checkpoints(run.checkpoints)
     try:
-        found = checkpoints.restore(wanted, report=lambda said: None)
+        result = checkpoints.restore(wanted, report=lambda said: None)
     finally:
         checkpoints.close()
-    if found is None:
+    if result is None:
         raise UserError("no checkpoint is left")
-    arrays = {name: np.asarray(x).tobytes() for name, x in named(found.tree).items()}
-    return found.step, arrays, found.data_states
+    arrays = {name: np.asarray(x).tobytes() for name, x in named(result.tree).items()}
+    return result.step, arrays, result.data_states
 
 
 def outcome(run: RunDirectory, wanted: Any, whole: tuple[int, Any, Any]) -> str:

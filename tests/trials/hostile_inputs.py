@@ -267,8 +267,8 @@ def _bytes_room(
             spoilt = spoil_bytes(draw, file.read_bytes())
             file.write_bytes(spoilt.data)
             done = spoilt.done
-        told = f"{file.relative_to(here)}: {done}"
-        return Case(name, told, lambda: read(here), expected)
+        message = f"{file.relative_to(here)}: {done}"
+        return Case(name, message, lambda: read(here), expected)
 
     return room
 
@@ -286,8 +286,8 @@ def _overrides(draw: random.Random, base: Path) -> Case:
     name, value = draw.choice(names), draw.choice(WORDS)
 
     def run() -> None:
-        made = override(config(), [name, value], prog="recurjax train")
-        from_json(Experiment, to_json(made))
+        result = override(config(), [name, value], prog="recurjax train")
+        from_json(Experiment, to_json(result))
 
     return Case("overrides", f"{name} {ascii(value)[:40]}", run)
 
@@ -315,8 +315,8 @@ def _words(draw: random.Random, base: Path) -> Case:
         [],
     ]
     words = [*draw.choice(lines), draw.choice(WORDS)]
-    told = " ".join(ascii(word)[:40] for word in words).replace(nothing, "NOTHING")
-    return Case("words", told, lambda: _command(*words), "refused")
+    message = " ".join(ascii(word)[:40] for word in words).replace(nothing, "NOTHING")
+    return Case("words", message, lambda: _command(*words), "refused")
 
 
 def _corpus(draw: random.Random, base: Path) -> Case:
@@ -378,9 +378,9 @@ def _requests(draw: random.Random, base: Path) -> Case:
         file = draw.choice(sorted(folder.glob("requests.*")))
         spoilt = spoil_bytes(draw, file.read_bytes())
     file.write_bytes(spoilt.data)
-    told = f"{file.name}: {spoilt.done}"
+    message = f"{file.name}: {spoilt.done}"
     pattern = str(folder / "requests.*")
-    return Case("requests", told, lambda: _read_requests(pattern))
+    return Case("requests", message, lambda: _read_requests(pattern))
 
 
 def _read_requests(pattern: str) -> None:
@@ -433,10 +433,10 @@ def _read_tensors(folder: Path) -> Any:
 
 
 def _read_tokenizer(folder: Path) -> Any:
-    made = load_tokenizer(folder)
-    ids = made.encode("0 1" if (folder / "symbols.json").is_file() else "ab a")
-    made.decode(ids)
-    stream = made.stream()
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode("0 1" if (folder / "symbols.json").is_file() else "ab a")
+    tokenizer.decode(ids)
+    stream = tokenizer.stream()
     stream.push(ids.tolist())
     stream.finish()
 
@@ -515,8 +515,8 @@ def make_base(base: Path) -> None:
     }
     file = _folder(base / "hf config") / "config.json"
     file.write_text(json.dumps(keys | {"layer_types": ["sliding_attention"]}))
-    made = gguf_tokenizer(_GGUF, where="base")
-    made.save(_folder(base / "tokenizer"))
+    tokenizer = gguf_tokenizer(_GGUF, where="base")
+    tokenizer.save(_folder(base / "tokenizer"))
     ByteTokenizer(bos=True).save(_folder(base / "bytes"))
     text = json.dumps({"type": "symbols", "vocabulary": 9})
     (_folder(base / "symbols") / "symbols.json").write_text(text)
@@ -560,8 +560,8 @@ def make_base(base: Path) -> None:
     text = "".join(json.dumps(row) + "\n" for row in asked)
     (folder / "requests.jsonl").write_text(text)
     (folder / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    told = json.dumps({"task_config": {"version": 1, "more": [{"a": None}]}})
-    (folder / "config.json").write_text(told)
+    message = json.dumps({"task_config": {"version": 1, "more": [{"a": None}]}})
+    (folder / "config.json").write_text(message)
     heads = {"replaced": [[0, 1], []], "beta": 0.5}
     (_folder(base / "heads") / "heads.json").write_text(json.dumps(heads))
 
@@ -691,16 +691,16 @@ def in_a_process(
     return kind, said
 
 
-def judged(case: Case, found: tuple[str, Any], whole: Any) -> tuple[str, Any]:
+def judged(case: Case, matches: tuple[str, Any], whole: Any) -> tuple[str, Any]:
     """Returns the class, after what the case expects."""
-    kind, said = found
+    kind, said = matches
     if kind == "refused" and "\n" in str(said).strip():
         return "traceback", f"more than a sentence: {said}"
     if kind == "right" and case.expected == "refused":
         return "wrong", "was not refused"
     if kind == "right" and case.expected == "same" and said != whole:
         return "wrong", f"read {ascii(said)[:80]}"
-    return found
+    return matches
 
 
 def main(options: Options) -> int:
@@ -727,8 +727,8 @@ def main(options: Options) -> int:
             case = draw.choice(rooms)(draw, base)
             if options.only is not None:
                 return _shown(case)
-            found = in_a_process(case.run, **limits)
-            kind, said = judged(case, found, wholes.get(case.room))
+            result = in_a_process(case.run, **limits)
+            kind, said = judged(case, result, wholes.get(case.room))
             counts.setdefault(case.room, Counter())[kind] += 1
             if kind not in CLASSES[:2]:
                 print(f"case {number}: {kind}: {case.room}: {case.spoilt}")

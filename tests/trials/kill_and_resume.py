@@ -257,8 +257,8 @@ def start(root: Path, name: str) -> subprocess.Popen[str]:
 def step_of(line: str, before: int) -> int:
     """Takes n from "step n/40  loss ..."; other lines change nothing."""
     head, _, rest = line.partition("/")
-    told = head.startswith("step ") and rest.startswith(str(STEPS))
-    return int(head.removeprefix("step ")) if told else before
+    message = head.startswith("step ") and rest.startswith(str(STEPS))
+    return int(head.removeprefix("step ")) if message else before
 
 
 def _is_saving(checkpoints: Path) -> bool:

@@ -176,16 +176,18 @@ def main(options: Options) -> int:
     answers: dict[str, bool] = {}
     if options.into.is_file():
         answers = json.loads(options.into.read_text(encoding="utf-8"))
-    wanted = [one for one in mutations() if options.only in f"{one.name} {one.tests}"]
-    left = [one for one in wanted if one.name not in answers][: options.most]
+    wanted = [
+        item for item in mutations() if options.only in f"{item.name} {item.tests}"
+    ]
+    left = [item for item in wanted if item.name not in answers][: options.most]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy_tree(Path(folder))
         for mutation in left:
             answers[mutation.name] = is_found(mutation, Path(folder), options.seconds)
-            told = "found    " if answers[mutation.name] else "NOT FOUND"
-            print(f"{told} {mutation.name}", flush=True)
+            message = "found    " if answers[mutation.name] else "NOT FOUND"
+            print(f"{message} {mutation.name}", flush=True)
             write_atomic(options.into, json.dumps(answers, indent=1) + "\n")
-    known = [answers[one.name] for one in wanted if one.name in answers]
+    known = [answers[item.name] for item in wanted if item.name in answers]
     print(f"{sum(known)} of {len(known)} found, {len(wanted) - len(known)} not run")
     return int(sum(known) < 0.95 * len(known))
 

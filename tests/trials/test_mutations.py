@@ -8,22 +8,29 @@ TABLE = mutations()
 
 
 def test_each_mutation_changes_exactly_one_place_of_a_file():
-    texts = {one.file: (ROOT / one.file).read_text() for one in TABLE}
+    texts = {mutation.file: (ROOT / mutation.file).read_text() for mutation in TABLE}
     wrong = {
         one.name: texts[one.file].count(one.line)
         for one in TABLE
         if texts[one.file].count(one.line) != 1 or one.line == one.instead
     }
     assert wrong == {}
-    assert len(TABLE) >= 95 and len({one.name for one in TABLE}) == len(TABLE)
+    assert len(TABLE) >= 95 and len({mutation.name for mutation in TABLE}) == len(TABLE)
     said = (ROOT / "docs" / "reliability.md").read_text()
     assert f"holds {len(TABLE)} wrong lines" in said
-    same = {(one.file, one.line.strip(), one.instead.strip()) for one in TABLE}
+    same = {
+        (mutation.file, mutation.line.strip(), mutation.instead.strip())
+        for mutation in TABLE
+    }
     assert len(same) == len(TABLE)
 
 
 def test_the_tests_that_should_notice_it_are_there():
-    places = {word for one in TABLE for word in one.tests.partition(" -k ")[0].split()}
+    places = {
+        word
+        for mutation in TABLE
+        for word in mutation.tests.partition(" -k ")[0].split()
+    }
     assert [place for place in places if not (ROOT / place).exists()] == []
 
 

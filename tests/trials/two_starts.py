@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> int:
         whole = contents(root / "whole")
         for number in range(1, options.trials + 1):
             moments = random.Random(f"{options.seed}/{number}")
-            wrong, told = trial(
+            wrong, message = trial(
                 root, f"twice-{number}", moments, whole, kills=number % 2 == 0
             )
             good += not wrong
-            print(f"trial {number:>2} {told}; {wrong or 'as one start'}", flush=True)
+            print(f"trial {number:>2} {message}; {wrong or 'as one start'}", flush=True)
     print(f"{good} of {options.trials} ended as one start does")
     return 0 if good == options.trials else 1
 
@@ -86,16 +86,16 @@ def trial(
         wrong = refusal(start(root, name), first.pid)
     finally:
         first.send_signal(signal.SIGCONT)
-    told = f"second start after step {seen}"
+    message = f"second start after step {seen}"
     if kills and first.poll() is None:
         first.send_signal(signal.SIGKILL)
         first.communicate()
-        told += f", first killed, {finish(start(root, name), name)}"
+        message += f", first killed, {finish(start(root, name), name)}"
     else:
         finish(first, name)
     differs = difference(contents(root / name), whole)
     faults = [wrong, f"DIFFERENT in {differs}" if differs else ""]
-    return "; ".join(filter(None, faults)), told
+    return "; ".join(filter(None, faults)), message
 
 
 def refusal(second: subprocess.Popen[str], pid: int) -> str:

@@ -46,18 +46,18 @@ def test_heads_are_measured_chosen_and_replaced(base, tmp_path):
         base, out, "--beta", "0.5", "--text", base / "text.txt", *SMALL
     )
     assert code == 0 and "4 of 8 heads replaced" in said
-    told = json.loads((out / "heads.json").read_text())
-    assert np.shape(told["recency_ratio"]) == np.shape(told["ra_i"]) == (2, 4)
-    assert told["texts"] == len(TEXT) // 32 and told["window"] == 3
-    assert np.shape(told["contribution"]["l2"]["first_token"]) == (2, 4)
-    [(length, flops)] = told["training_flops_per_token"].items()
+    report = json.loads((out / "heads.json").read_text())
+    assert np.shape(report["recency_ratio"]) == np.shape(report["ra_i"]) == (2, 4)
+    assert report["texts"] == len(TEXT) // 32 and report["window"] == 3
+    assert np.shape(report["contribution"]["l2"]["first_token"]) == (2, 4)
+    [(length, flops)] = report["training_flops_per_token"].items()
     assert length == "32" and flops["base"] != flops["changed"] > 0
     assert (out / "heads.png").read_bytes()[:4] == b"\x89PNG"
     run = load_run(out)
     assert [list(heads) for heads in run.model.config.stack.replaced] == (
-        told["replaced"]
+        report["replaced"]
     )
-    assert sum(map(len, told["replaced"])) == 4
+    assert sum(map(len, report["replaced"])) == 4
     ids = np.zeros((1, 5), np.int32)
     assert np.isfinite(np.asarray(logits_of(run.model, ids))).all()
     code, said, _ = recurjax("generate", out, "--prompt", "A", "--max-new-tokens", "3")
@@ -74,8 +74,10 @@ def test_a_list_of_heads_is_taken_as_it_is(base, tmp_path):
     again = tmp_path / "out" / "heads.json"
     code, _, _ = convert(base, tmp_path / "again", "--heads", again, *SMALL)
     first, second = (load_run(tmp_path / name).model for name in ("out", "again"))
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for left, other in zip(
+        jax.tree.leaves(first), jax.tree.leaves(second), strict=True
+    ):
+        np.testing.assert_array_equal(left, other)
 
 
 def test_a_fitted_start_says_how_well_it_fits(base, tmp_path):
@@ -86,8 +88,8 @@ def test_a_fitted_start_says_how_well_it_fits(base, tmp_path):
     fit = ("--start", "fitted", "--fit-steps", "3", "--fit-rate", "0.01")
     code, _, said = convert(base, out, "--heads", heads, *text, *fit, *SMALL)
     assert code == 0 and "layer 0: Mamba's error" in said and "layer 1" not in said
-    [found] = json.loads((out / "heads.json").read_text())["fits"]
-    assert found["layer"] == 0 and 0 < found["after"] < found["before"]
+    [matches] = json.loads((out / "heads.json").read_text())["fits"]
+    assert matches["layer"] == 0 and 0 < matches["after"] < matches["before"]
 
 
 def test_no_head_replaced_is_the_base(base, tmp_path):

@@ -48,9 +48,9 @@ def test_a_whole_rank_is_the_model_and_comes_back(base, tmp_path):
     code, said, _ = convert(base / "base", out, *options)
     assert code == 0 and "parameters" in said
     np.testing.assert_allclose(logits(out), logits(base / "base"), atol=2e-5)
-    told = json.loads((out / "report.json").read_text())["matrices"]
-    assert len(told) == 4 * 6 and [row["depth"] for row in told[:6]] == [0] * 6
-    assert all(row["kept"] == pytest.approx(1, abs=1e-6) for row in told)
+    report = json.loads((out / "report.json").read_text())["matrices"]
+    assert len(report) == 4 * 6 and [row["depth"] for row in report[:6]] == [0] * 6
+    assert all(row["kept"] == pytest.approx(1, abs=1e-6) for row in report)
     assert (out / "energy.png").read_bytes()[:4] == b"\x89PNG"
     code, said, _ = recurjax("convert", "to-transformer", out, back)
     assert code == 0 and "4 layers" in said
@@ -63,8 +63,8 @@ def test_more_rank_keeps_more(base, tmp_path):
         out = tmp_path / rank
         code, _, _ = convert(base / "base", out, "--loops", "2", "--rank", rank)
         assert code == 0
-        told = json.loads((out / "report.json").read_text())
-        kept.append([row["kept"] for row in told["matrices"] if row["residual"] > 0])
+        report = json.loads((out / "report.json").read_text())
+        kept.append([row["kept"] for row in report["matrices"] if row["residual"] > 0])
     # Stepwise keeps layers 0 and 3: they have no residual, the others do.
     assert len(kept[0]) == 2 * 6 and max(kept[0]) == 0.0
     assert all(a < b < c for a, b, c in zip(*kept, strict=True))
@@ -101,10 +101,10 @@ def test_a_run_trained_at_its_exits_is_written_out_with_an_objective_that_fits(
     objective = Exits(distilled=inner, vocabulary_chunks=2)
     experiment = dataclasses.replace(loaded.experiment, objective=objective)
     write_run(exits, loaded.model, experiment, ByteTokenizer())
-    code, _, told = recurjax("convert", "to-transformer", exits, back)
+    code, _, message = recurjax("convert", "to-transformer", exits, back)
     wanted = inner or NextToken()
     named = type(wanted).__name__
-    assert code == 0 and f"its objective is {named}: Exits does not fit" in told
+    assert code == 0 and f"its objective is {named}: Exits does not fit" in message
     got = load_run(back).experiment.objective
     assert got == dataclasses.replace(wanted, vocabulary_chunks=2)
 
@@ -121,10 +121,10 @@ def test_the_report_has_the_loss_before_and_after_on_a_text(base, tmp_path):
     options += ("--norms", "choice", "--text", text, "--samples", "3", "--length", "20")
     code, said, err = convert(base / "base", out, *options)
     assert code == 0 and "nats a token" in said, err
-    told = json.loads((out / "report.json").read_text())
-    assert told["tokens"] == 3 * 19
-    assert told["loss_before"] > 0 and told["loss_after"] > 0
-    assert told["loss_before"] != told["loss_after"]
+    report = json.loads((out / "report.json").read_text())
+    assert report["tokens"] == 3 * 19
+    assert report["loss_before"] > 0 and report["loss_after"] > 0
+    assert report["loss_before"] != report["loss_after"]
     assert load_run(out).model.config.stack.transformer.layers == 3
     refused = convert(base / "base", tmp_path / "no", "--loops", "3")
     assert_refused(refused, "divide the 4 layers")

@@ -42,7 +42,7 @@ def logits_of(model, ids, *, memory):
 def chosen(model, *, memory):
     """Each item's option of least mean loss of what differs, by hand."""
     read = jax.jit(lambda ids: logits_of(model, ids, memory=memory))
-    found = []
+    matches = []
     for query, choices in zip(QUERIES, CHOICES, strict=True):
         ids = np.array([[BOS, *f"{query}{c}".encode()] for c in choices], np.int32)
         start, end = len(query) + 1, ids.shape[1]
@@ -51,8 +51,8 @@ def chosen(model, *, memory):
             np.mean([-logp[row, t - 1, ids[row, t]] for t in range(start, end)])
             for row in range(len(ids))
         ]
-        found.append(int(np.argmin(losses)))
-    return found
+        matches.append(int(np.argmin(losses)))
+    return matches
 
 
 def bundle(folder, gold):

@@ -100,8 +100,8 @@ def test_a_file_of_two_spellings_is_read_once(tmp_path, monkeypatch):
     (tmp_path / "link.txt").symlink_to("a.txt")
     up = f"../{tmp_path.name}/a.txt"
     spellings = ("a.txt", str(tmp_path / "a.txt"), up, "~/a.txt", "link.txt")
-    found = [corpus_file.name for corpus_file in matching_files(spellings)]
-    assert found == ["a.txt"]
+    matches = [corpus_file.name for corpus_file in matching_files(spellings)]
+    assert matches == ["a.txt"]
 
 
 def test_a_separator_cuts_a_file_into_documents(tmp_path):

@@ -45,14 +45,14 @@ class Hub(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = answer
 
     def tree(self, below):
-        found = {}
+        result = {}
         for name, data in self.files.items():
             if name.startswith(below):
                 oid = hashlib.sha1(data).hexdigest()
-                found[name] = {"type": "file", "oid": oid, "size": len(data)}
+                result[name] = {"type": "file", "oid": oid, "size": len(data)}
                 for folder in name.split("/")[:-1]:
-                    found[folder] = {"type": "directory", "oid": REVISION, "size": 0}
-        return [{"path": name, **what} for name, what in found.items()]
+                    result[folder] = {"type": "directory", "oid": REVISION, "size": 0}
+        return [{"path": name, **what} for name, what in result.items()]
 
     def send(self, content, headers=None, *, code=200):
         whole = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -376,14 +376,14 @@ def test_it_stops_after_the_document_that_reaches_max_tokens(corpus, tmp_path):
     ends = [*stream.starts[1:].tolist(), stream.tokens]
     for most in (ends[9] - 1, ends[9]):
         out = tmp_path / str(most)
-        made = prepare(
+        result = prepare(
             corpus, ByteTokenizer(), out, max_tokens=most, progress=seen.append
         )
-        assert (made.documents, made.tokens) == (10, ends[9])
+        assert (result.documents, result.tokens) == (10, ends[9])
         # A tenth of what was taken, and not of the corpus, is validation.
-        assert made.validation_tokens == pytest.approx(made.text_bytes / 10, abs=2)
+        assert result.validation_tokens == pytest.approx(result.text_bytes / 10, abs=2)
         assert seen[-1].done == seen[-1].total == most
-        [got] = PreparedStream(out, made).read([(0, made.tokens)])
+        [got] = PreparedStream(out, result).read([(0, result.tokens)])
         np.testing.assert_array_equal(got, stream.read([(0, ends[9])])[0])
     more = prepare(
         corpus,
@@ -470,8 +470,10 @@ def test_what_was_stopped_goes_on_and_is_the_same(corpus, tmp_path, options):
         with pytest.raises(KeyboardInterrupt):
             progress = stop_at(stop)
             prepare(corpus, ByteTokenizer(), out, progress=progress, **options)
-        found = tmp_path / ".out.partial" / "progress.json"
-        kept.append(json.loads(found.read_text())["documents"] if found.exists() else 0)
+        result = tmp_path / ".out.partial" / "progress.json"
+        kept.append(
+            json.loads(result.read_text())["documents"] if result.exists() else 0
+        )
     assert kept[0] < kept[1] < kept[2] <= kept[3] < kept[4]
     prepare(corpus, ByteTokenizer(), out, progress=documents.append, **options)
     assert documents[0].documents == kept[-1] + 1  # no document was made again

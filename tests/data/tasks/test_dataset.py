@@ -43,10 +43,10 @@ def taken(batches, count: int) -> list[dict[str, np.ndarray]]:
 
 def assert_same(got, want) -> None:
     assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    for first, other in zip(got, want, strict=True):
+        assert first.keys() == other.keys()
+        for name in first:
+            np.testing.assert_array_equal(first[name], other[name])
 
 
 @TASKS
@@ -65,11 +65,11 @@ def test_resuming_after_any_step_is_exact(task, prefetch):
 
 @TASKS
 def test_any_division_of_the_rows_gives_the_whole_batch(task):
-    made = dataset(task)
-    want = taken(iter(made.loader("train", length=12, batch=6)), 3)
+    opened = dataset(task)
+    want = taken(iter(opened.loader("train", length=12, batch=6)), 3)
     for edges in ((0, 2, 6), (0, 1, 2, 3, 4, 5, 6)):
         parts = [
-            taken(iter(made.loader("train", length=12, batch=6, rows=rows)), 3)
+            taken(iter(opened.loader("train", length=12, batch=6, rows=rows)), 3)
             for rows in itertools.pairwise(edges)
         ]
         joined = [
@@ -81,8 +81,8 @@ def test_any_division_of_the_rows_gives_the_whole_batch(task):
 
 @pytest.mark.parametrize("task", [FIXED, PARTS], ids=["fixed", "parts"])
 def test_a_fixed_set_comes_once_an_epoch_in_another_order(task):
-    made = dataset(task)
-    loader = iter(made.loader("train", length=12, batch=7))
+    rows = dataset(task)
+    loader = iter(rows.loader("train", length=12, batch=7))
     epochs = [[row.tobytes() for row in next(loader)["ids"]] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert len(set(epochs[0])) == 7
@@ -90,8 +90,8 @@ def test_a_fixed_set_comes_once_an_epoch_in_another_order(task):
 
 @TASKS
 def test_the_test_is_one_pass_in_order_and_its_last_batch_asks_nothing_more(task):
-    made = dataset(task)
-    loader = made.loader("validation", length=16, batch=2)
+    rows = dataset(task)
+    loader = rows.loader("validation", length=16, batch=2)
     batches = list(loader)
     assert loader.batches == len(batches) == 3
     ids = np.concatenate([batch["ids"] for batch in batches])
@@ -147,8 +147,8 @@ def test_settings_take_turns_in_batches_of_their_length():
 
 
 def test_a_curriculum_adds_settings_at_its_stages():
-    made = dataset(TURNS, stages=(0, 3))
-    batches = settings_of(taken(iter(made.loader("train", length=12, batch=4)), 8))
+    rows = dataset(TURNS, stages=(0, 3))
+    batches = settings_of(taken(iter(rows.loader("train", length=12, batch=4)), 8))
     assert batches[:3] == [(12, [2] * 4)] * 3
     # From step 3 on an epoch is all ten rows: six ask two answers, four three.
     later = [count for _, counts in batches[3:] for count in counts]
@@ -161,7 +161,7 @@ def test_a_curriculum_adds_settings_at_its_stages():
         )
     ]
     assert lengths == [8, 8, 8, 8, 8, 12, 12]
-    state = iter(made.loader("train", length=12, batch=4)).get_state()
+    state = iter(rows.loader("train", length=12, batch=4)).get_state()
     with pytest.raises(UserError, match="saved place"):
         iter(dataset(TURNS).loader("train", length=12, batch=4)).set_state(state)
 
@@ -224,10 +224,10 @@ def test_a_damaged_symbols_file_is_named(tmp_path):
 
 
 def test_hash_hop_is_text():
-    made = dataset(HashHop(size=3, hops=2, length=64))
-    row = made.row("validation", 0)
-    text = made.tokenizer.decode(row.ids[row.ids > 0])
-    assert " = " in text and text.endswith("\n") and made.vocabulary == 256
+    rows = dataset(HashHop(size=3, hops=2, length=64))
+    row = rows.row("validation", 0)
+    text = rows.tokenizer.decode(row.ids[row.ids > 0])
+    assert " = " in text and text.endswith("\n") and rows.vocabulary == 256
 
 
 def test_rows_held_out_are_the_same_everywhere():

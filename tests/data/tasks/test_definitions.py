@@ -107,11 +107,11 @@ def test_fuzzy_rows_to_learn_from_have_keys_of_every_size():
 def test_memorization_asks_one_map_at_the_insert_token():
     task = Memorization()
     keys, values = key_value_map(255, 12345)
-    told = dict(zip(keys.tolist(), values.tolist(), strict=True))
-    assert sorted(told) == list(range(127)) and min(told.values()) >= 127
+    by_name = dict(zip(keys.tolist(), values.tolist(), strict=True))
+    assert sorted(by_name) == list(range(127)) and min(by_name.values()) >= 127
     for row in rows(task):
         assert (row.ids[1::2] == 255).all() and (row.targets[0::2] == IGNORED).all()
-        want = [told[key] for key in row.ids[0::2].tolist()]
+        want = [by_name[key] for key in row.ids[0::2].tolist()]
         assert row.targets[1::2].tolist() == want
 
 
@@ -147,15 +147,15 @@ def test_mads_baselines_and_changes_can_all_be_made():
     from dataclasses import replace
 
     assert len(BASELINES) == len(CHANGES) == 6
-    made = 0
+    result = 0
     for name, task in BASELINES.items():
         for field, values in CHANGES[name].items():
             for value in values:
                 changed = replace(task, **{field: value})
                 if changed.longest("train") <= 256:
                     row_of(changed, seed=0, split="train", number=0)
-                made += 1
-    assert made == 10 + 10 + 13 + 5 + 12 + 10
+                result += 1
+    assert result == 10 + 10 + 13 + 5 + 12 + 10
     assert BASELINES["memorization"].train_rows == 256
     assert {BASELINES[n].train_rows for n in BASELINES if n != "memorization"} == {
         12800
@@ -171,11 +171,13 @@ def test_mqar_asks_each_key_once_with_its_own_value():
         keys, values = row.ids[0:16:2], row.ids[1:16:2]
         assert len(set(keys.tolist())) == len(set(values.tolist())) == 8
         assert keys.min() >= 1 and keys.max() < 64 <= values.min()
-        told = dict(zip(keys.tolist(), values.tolist(), strict=True))
+        by_name = dict(zip(keys.tolist(), values.tolist(), strict=True))
         at = np.flatnonzero(row.targets != IGNORED)
         assert len(at) == 8 and at.min() >= 16 and (at % 2 == 0).all()
-        assert sorted(row.ids[at].tolist()) == sorted(told)
-        assert [told[key] for key in row.ids[at].tolist()] == row.targets[at].tolist()
+        assert sorted(row.ids[at].tolist()) == sorted(by_name)
+        assert [by_name[key] for key in row.ids[at].tolist()] == row.targets[
+            at
+        ].tolist()
         assert row.slices == {"length": 64, "pairs": 8}
         gaps += ((at - 16) // 2).tolist()
     # The power law prefers short gaps: of 24 places the first 8 have well over a third.
@@ -197,13 +199,15 @@ def test_needles_are_asked_at_the_end_wherever_they_lie():
     for row in rows(task):
         body, asked = row.ids[:27], row.ids[27:]
         at = np.flatnonzero(body < 8)
-        told = {int(body[t]): int(body[t + 1]) for t in at}
-        assert len(at) == len(told) == 3 and sorted(asked.tolist()) == sorted(told)
-        assert all(8 <= value < 12 for value in told.values())
+        by_name = {int(body[t]): int(body[t + 1]) for t in at}
+        assert len(at) == len(by_name) == 3 and sorted(asked.tolist()) == sorted(
+            by_name
+        )
+        assert all(8 <= value < 12 for value in by_name.values())
         # All else is hay: nothing looks like a needle and is none.
         assert (np.delete(body, [*at, *(at + 1)]) >= 12).all()
         assert (row.targets[:27] == IGNORED).all()
-        assert [told[key] for key in asked.tolist()] == row.targets[27:].tolist()
+        assert [by_name[key] for key in asked.tolist()] == row.targets[27:].tolist()
         depths += at.tolist()
     assert min(depths) <= 2 and max(depths) >= 23
 
@@ -274,15 +278,15 @@ def test_hops_can_be_followed_through_the_prompt(chains, thoughts):
     for row in rows(task):
         text = bytes(row.ids.tolist()).rstrip(b"\0").decode()
         *lines, last = text.splitlines()
-        told = dict(line.split(" = ") for line in lines)
-        assert len(told) == len(lines) == task.pairs
+        by_name = dict(line.split(" = ") for line in lines)
+        assert len(by_name) == len(lines) == task.pairs
         first, *answer = last.removeprefix(">").split(" = ")
         chain = [first]
         for _ in range(4):
-            chain.append(told[chain[-1]])
+            chain.append(by_name[chain[-1]])
         assert answer == (chain[1:] if thoughts else chain[-1:])
-        assert chain[-1] not in told  # a chain ends
-        starts = set(told) - set(told.values())
+        assert chain[-1] not in by_name  # a chain ends
+        starts = set(by_name) - set(by_name.values())
         assert len(starts) == (task.pairs // 4 if chains == "full" else task.pairs - 3)
         asked = bytes(row.targets[row.targets != IGNORED].tolist()).decode()
         assert asked == "".join(f" = {element}" for element in answer) + "\n"

@@ -108,7 +108,7 @@ for task in TASKS:
         digest.update(row.ids.tobytes() + row.targets.tobytes())
 print(digest.hexdigest())
 """
-    made = {
+    by_name = {
         subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -118,10 +118,10 @@ print(digest.hexdigest())
         ).stdout
         for _ in range(2)
     }
-    assert len(made) == 1
+    assert len(by_name) == 1
     # Noted, so that a change of a generator, or of numpy's streams, is seen.
     assert (
-        made.pop().strip()
+        by_name.pop().strip()
         == "0bb8dcbf412351710b5a102de8966ee43f2503a5a8669d0d39a667ebb9f8d885"
     )
 

@@ -278,7 +278,7 @@ def test_an_export_begins_with_what_the_post_processor_adds(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, JsonTokenizer)
     again = tokenizer.restated()
-    assert [(one.bos, one.names["bos_token"]) for one in (tokenizer, again)] == [
+    assert [(item.bos, item.names["bos_token"]) for item in (tokenizer, again)] == [
         (1, "<s>")
     ] * 2
 

@@ -35,17 +35,17 @@ _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
 
 def _byte_level(*, space: bool) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=SPECIALS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(_TEXT, trainer)
-    return made
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    return tokenizer
 
 
 def _sentencepiece(*, scheme: str | None, before: list[Any] | None = None) -> Tokenizer:
@@ -57,7 +57,7 @@ def _sentencepiece(*, scheme: str | None, before: list[Any] | None = None) -> To
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "l"), ("ol", "d"), ("o", "u")]
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
         )
@@ -68,19 +68,19 @@ def _sentencepiece(*, scheme: str | None, before: list[Any] | None = None) -> To
         steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         strip = [decoders.Strip(" ", 1, 0)]
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
             prepend_scheme=scheme, split=False
         )
         strip = [] if scheme == "never" else [decoders.Strip(" ", 1, 0)]
     if steps:
-        made.normalizer = normalizers.Sequence(steps)
-    made.decoder = decoders.Sequence(
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    made.add_special_tokens(
+    tokenizer.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in SPECIALS]
     )
-    return made
+    return tokenizer
 
 
 def _unigram() -> Tokenizer:
@@ -88,14 +88,14 @@ def _unigram() -> Tokenizer:
     pieces = [(name, 0.0) for name in SPECIALS]
     pieces += [("▁the", -2.0), ("▁old", -2.5), ("ship", -3.0)]
     pieces += [(letter, -5.0 - n / 10) for n, letter in enumerate(letters)]
-    made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    made.normalizer = normalizers.NFKC()
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    made.decoder = decoders.Metaspace(prepend_scheme="always")
-    made.add_special_tokens(
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in SPECIALS]
     )
-    return made
+    return tokenizer
 
 
 KINDS = {
@@ -114,8 +114,8 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def _begin(made: Tokenizer, *, ends: bool = False) -> None:
-    made.post_processor = processors.TemplateProcessing(
+def _begin(tokenizer: Tokenizer, *, ends: bool = False) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A" + (" </s>" if ends else ""),
         special_tokens=[("<s>", 1), ("</s>", 2)],
     )
@@ -178,12 +178,12 @@ WAYS = {
 
 def write_folder(folder: Path, kind: str, way: str) -> None:
     """Writes one of the folders."""
-    made = KINDS[kind]()
+    tokenizer = KINDS[kind]()
     files, begin = WAYS[way]
     if begin is not None:
-        _begin(made, **begin)
-    made.save(str(folder / "tokenizer.json"))
-    size = made.get_vocab_size()
+        _begin(tokenizer, **begin)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
     for name, values in files.items():
         if name == "tokenizer_config.json":
             values = _CLASS | values

@@ -86,7 +86,7 @@ def alone(engine: Engine, prompt, settings: RequestSettings) -> list[int]:
 def draw_requests(vocabulary: int, count: int, seed: int = 0):
     """Draws prompts of 1 to `LENGTH` tokens with settings that fit the slot."""
     draw = np.random.default_rng(seed)
-    made = []
+    results = []
     for number in range(count):
         length = int(draw.integers(1, LENGTH + 1))
         length = {0: 1, 1: LENGTH}.get(number, length)
@@ -98,8 +98,8 @@ def draw_requests(vocabulary: int, count: int, seed: int = 0):
             stream=number % 2,
             stop_tokens=(int(draw.integers(vocabulary)),) if number % 3 == 0 else (),
         )
-        made.append((draw.integers(vocabulary, size=length), settings))
-    return made
+        results.append((draw.integers(vocabulary, size=length), settings))
+    return results
 
 
 def interleave(engine, requests, expected, seed: int) -> None:

@@ -104,7 +104,7 @@ def test_a_slots_own_part_says_what_all_parts_under_a_mask_do(kind):
     if kind == "ran":
         ran = jnp.asarray(draw.integers(1, loops + 1, size=(B, LENGTH)))
     x = jnp.asarray(draw.normal(size=(B, 1, stack.config.width)), jnp.float32)
-    made = []
+    results = []
     for platform in ("cpu", "tpu"):
         with target.as_if(target.Target(platform=platform, kind="")):
             tick = jax.jit(
@@ -113,8 +113,8 @@ def test_a_slots_own_part_says_what_all_parts_under_a_mask_do(kind):
                 ),
                 compiler_options=QUICK_COMPILE,
             )
-            made.append(tick(x, cache))
-    chex.assert_trees_all_close(*made, rtol=1e-6, atol=1e-6)
+            results.append(tick(x, cache))
+    chex.assert_trees_all_close(*results, rtol=1e-6, atol=1e-6)
 
 
 def depth_engine(name: str, missing: str | None = None, **sizes):
@@ -203,15 +203,15 @@ def expect(requests, finished, *, early: bool):
 def test_tokens_and_loops_are_those_of_whole_rows_in_any_company(quick):
     # By one rule, always after the first loop, and never: as `generate`.
     requests = greedy_requests(9, (None, 0.0, NEVER))
-    orders, made = (range(9), range(8, -1, -1)), []
+    orders, results = (range(9), range(8, -1, -1)), []
     with compiled_programs() as compiled:
         for order in orders:
-            made.append([quick.submit(*requests[n]) for n in order])
-            finish(quick, made[-1])
+            results.append([quick.submit(*requests[n]) for n in order])
+            finish(quick, results[-1])
     assert compiled == []
-    for order, finished in zip(orders, made, strict=True):
+    for order, finished in zip(orders, results, strict=True):
         expect([requests[n] for n in order], finished, early=True)
-    loops = [n for request in made[0] for n in request.loops[1:]]
+    loops = [n for request in results[0] for n in request.loops[1:]]
     assert set(loops) == {1, 2, 3}
 
 
@@ -223,8 +223,8 @@ def test_a_sampled_request_is_the_same_alone_and_among_others(quick):
         finish(quick, single[-1:])
     together = [quick.submit(*request) for request in requests]
     finish(quick, together)
-    for one, other in zip(single, together, strict=True):
-        assert (one.tokens, one.loops) == (other.tokens, other.loops)
+    for first, other in zip(single, together, strict=True):
+        assert (first.tokens, first.loops) == (other.tokens, other.loops)
 
 
 def test_100_verified_texts_are_the_full_models(verifier):
@@ -247,7 +247,7 @@ def test_tokens_and_loops_are_those_of_one_row_at_a_time(name):
     engine, whole = depth_engine(name), WAYS[name][0].stack.loops
     requests = draw_requests(VOCABULARY, 9)
     expected = by_themselves(name, requests)
-    loops = {n for made in expected for n in made.loops[1:]}
+    loops = {n for by_name in expected for n in by_name.loops[1:]}
     assert min(loops) < whole and len(loops) > 1  # some leave, some do not
     with compiled_programs() as compiled:
         for order in (range(len(requests)), range(len(requests) - 1, -1, -1)):
@@ -266,7 +266,7 @@ def test_200_random_interleavings_change_no_token(kind, request):
     requests = draw_requests(VOCABULARY, 8)
     if kind == "verifier":
         requests = greedy_requests(8, (None, 0.0, NEVER))
-    expected = [alone(engine, *one) for one in requests]
+    expected = [alone(engine, *request) for request in requests]
     for seed in range(200):
         interleave(engine, requests, expected, seed)
 
@@ -286,7 +286,7 @@ def test_verified_texts_on_loop_1s_keys_are_the_full_models():
 
 def test_memory_is_counted_as_the_arrays_are(quick, verifier):
     model, length = build(QUICK), quick.config.length
-    made = {}
+    by_name = {}
     for engine in (quick, verifier):
         strategy = choose_strategy(model, engine.config, None)
         # The weights of a tick are a second copy of all adapters and untied norms.
@@ -295,7 +295,7 @@ def test_memory_is_counted_as_the_arrays_are(quick, verifier):
         assert copied >= tree_bytes(model.stack.adapters) > 0
         row = engine.row_bytes
         assert tree_bytes(engine._state) == engine.slots * row
-        made[engine.config.missing] = row
+        by_name[engine.config.missing] = row
         # So much more has to be free before as many slots fit.
         prompt = tree_bytes(model.init_cache(1, length))
         least = (copied + prompt + 2 * row) / 0.9
@@ -303,7 +303,7 @@ def test_memory_is_counted_as_the_arrays_are(quick, verifier):
         assert slots_that_fit(model, sizes, strategy, free=math.ceil(least)) == 2
         assert slots_that_fit(model, sizes, strategy, free=math.floor(least) - 2) == 1
     # Lanes for tokens on their way, and longer rings.
-    assert made["verify"] > made["propagate"]
+    assert by_name["verify"] > by_name["propagate"]
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(verifier):

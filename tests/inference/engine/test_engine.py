@@ -74,9 +74,9 @@ def test_texts_end_before_a_stop_string(speller, stop, text, reason):
 
 
 def test_stop_tokens_end_a_request(speller):
-    made = speller.submit(list(b"a"), greedy(stop_tokens=(ord("d"),)))
-    assert finish(speller, [made]) == [list(b"bcd")]
-    assert (made.text, made.reason) == ("bc", "eos")
+    result = speller.submit(list(b"a"), greedy(stop_tokens=(ord("d"),)))
+    assert finish(speller, [result]) == [list(b"bcd")]
+    assert (result.text, result.reason) == ("bc", "eos")
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_pieces_of_text_come_before_the_end_and_are_those_of_generate(speller, c
         seen.append(request.text)
     assert len(set(seen)) > 2
     assert all(later.startswith(text) for text, later in pairwise(seen))
-    made = generate(
+    generation = generate(
         cycle(LETTERS),
         ["x"],
         tokenizer=BYTES,
@@ -106,7 +106,7 @@ def test_pieces_of_text_come_before_the_end_and_are_those_of_generate(speller, c
         stop=["ijkl"],
         chunk=4,
     )
-    assert request.text == made.texts[0] == "yzabcdefgh"
+    assert request.text == generation.texts[0] == "yzabcdefgh"
 
 
 def test_probabilities_are_those_of_the_model_before_temperature(speller, cycle):
@@ -155,10 +155,10 @@ def test_a_long_prompt_is_read_in_pieces_between_the_steps_of_others(engine):
     short = engine.submit([1], greedy(max_new_tokens=14))
     engine.step()
     long = engine.submit(draw.integers(9, size=16), greedy(max_new_tokens=1))
-    read, made = engine.counts.read_tokens, len(short.tokens)
+    read, result = engine.counts.read_tokens, len(short.tokens)
     engine.step()
     assert engine.counts.read_tokens - read == 8 and not long.tokens
-    assert len(short.tokens) == made + 3
+    assert len(short.tokens) == result + 3
     engine.step()
     assert engine.counts.read_tokens - read == 16 and long.done
     engine.cancel(short)
@@ -212,14 +212,16 @@ def test_a_float64_model_runs_where_64_bit_types_are_enabled(missing):
         wish = greedy(max_new_tokens=9, logprobs=True)
         requests = [engine.submit([1, n], wish) for n in range(5)]
         finish(engine, requests)
-        ids = np.array([[*one.prompt, *one.tokens[:-1]] for one in requests], np.int32)
+        ids = np.array(
+            [[*request.prompt, *request.tokens[:-1]] for request in requests], np.int32
+        )
         logits = jax.jit(lambda m, i: m(Tokens(i), m.init_cache(5, 0))[0])(model, ids)
         logs = np.asarray(jax.nn.log_softmax(logits))[:, 1:]
-    tokens = np.array([one.tokens for one in requests])
+    tokens = np.array([request.tokens for request in requests])
     np.testing.assert_array_equal(tokens, logs.argmax(-1))
     # float32 would be off by 1e-7 of it.
-    made = np.array([one.logprobs for one in requests])
-    np.testing.assert_allclose(made, logs.max(-1), rtol=1e-12)
+    result = np.array([request.logprobs for request in requests])
+    np.testing.assert_allclose(result, logs.max(-1), rtol=1e-12)
 
 
 def live_bytes() -> int:
@@ -369,11 +371,11 @@ def test_engines_that_cannot_be_are_refused_in_a_sentence():
 def test_much_padding_is_another_call(count, parts):
     sizes = object.__new__(programs.Programs)
     sizes.widths = EngineConfig(prefill_tokens=512).widths
-    found = []
+    matches = []
     while count:
-        found.append(sizes.first_part(count))
-        count -= found[-1]
-    assert found == parts
+        matches.append(sizes.first_part(count))
+        count -= matches[-1]
+    assert matches == parts
 
 
 def test_a_prompt_that_is_read_in_parts_has_the_same_tokens(monkeypatch):

@@ -55,11 +55,11 @@ def test_greedy_tokens_are_those_of_the_plain_forward(variant):
     for length in (1, 8, 9, LENGTH):
         prompt = draw.integers(model.config.vocabulary, size=length)
         settings = RequestSettings(max_new_tokens=LENGTH - length + 1, sampling=GREEDY)
-        made = alone(engine, prompt, settings)
-        assert len(made) == LENGTH - length + 1
-        whole = np.array([*prompt, *made[:-1]], np.int32)
+        result = alone(engine, prompt, settings)
+        assert len(result) == LENGTH - length + 1
+        whole = np.array([*prompt, *result[:-1]], np.int32)
         likeliest = np.asarray(forward(model, whole)).argmax(-1)[length - 1 :]
-        np.testing.assert_array_equal(made, likeliest)
+        np.testing.assert_array_equal(result, likeliest)
 
 
 def test_neighbours_and_slots_change_no_token_and_nothing_is_compiled(variant):

@@ -35,8 +35,8 @@ def test_an_engine_over_two_devices_makes_the_tokens_of_one():
     keys = jax.tree.leaves(two._state.cache)
     assert any(leaf.addressable_shards[0].data.size < leaf.size for leaf in keys)
     with compiled_programs() as compiled:
-        made = finish(two, [two.submit(*request) for request in requests])
-    assert made == expected and compiled == []
+        result = finish(two, [two.submit(*request) for request in requests])
+    assert result == expected and compiled == []
 
 
 def test_tokens_leave_early_on_one_device():
@@ -57,7 +57,7 @@ def test_prompts_read_in_sweeps_go_on_as_in_generate():
     prompts = [ids for ids, _ in draw_requests(model.config.vocabulary, 5)]
     prompts = [ids for ids in prompts if len(ids) < 14]
     settings = RequestSettings(max_new_tokens=3, sampling=GREEDY)
-    made = finish(engine, [engine.submit(ids, settings) for ids in prompts])
+    result = finish(engine, [engine.submit(ids, settings) for ids in prompts])
     whole = generate_tokens(
         model,
         prompts,
@@ -67,4 +67,4 @@ def test_prompts_read_in_sweeps_go_on_as_in_generate():
         cache_length=16,
         chunk=4,
     )
-    assert made == [ids.tolist() for ids in whole.tokens]
+    assert result == [ids.tolist() for ids in whole.tokens]

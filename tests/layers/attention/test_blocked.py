@@ -199,4 +199,4 @@ def test_devices_attend_to_their_own_rows_without_a_word(window, monkeypatch):
         lowered = jax.jit(passes, out_shardings=rows).lower(x, x, x, x)
     text = lowered.compile(compiler_options=QUICK_COMPILE).as_text()
     traffic = read_traffic(parse(text), axes=AXES, sizes=mesh.axis_sizes)
-    assert [one for one in traffic.collectives if one.sent] == []
+    assert [collective for collective in traffic.collectives if collective.sent] == []

@@ -134,13 +134,13 @@ def test_a_step_copies_no_cache(batch):
     module = parse(compiled.as_text())
     size = cache.keys.nbytes
     views = ("parameter", "bitcast", "tuple", "get-tuple-element")
-    made = [
+    result = [
         name
         for name, instruction in module.computations[module.entry].items()
         if instruction.opcode not in views
         and array_bytes(instruction.type, on_chip=True) >= size
     ]
-    assert len(made) == 2 and all("scatter" in name for name in made), made
+    assert len(result) == 2 and all("scatter" in name for name in result), result
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * size
     assert memory.temp_size_in_bytes < size

@@ -148,9 +148,9 @@ def test_a_cache_is_cut_by_slots_where_tensor_does_not_divide_its_heads(key_head
         o, written = run(*jax.tree.map(laid, (prompt, token)))
     chex.assert_trees_all_close(o, want[0], rtol=2e-5, atol=1e-6)
     for name in ("keys", "values"):
-        made = getattr(written, name)
-        chex.assert_trees_all_equal(made, getattr(want[1], name))
-        assert made.sharding.spec[cut] == "tensor"
+        result = getattr(written, name)
+        chex.assert_trees_all_equal(result, getattr(want[1], name))
+        assert result.sharding.spec[cut] == "tensor"
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 4, "tensor": 2}], ids=["one", "mesh"])
@@ -168,17 +168,17 @@ def test_tokens_are_written_for_tpus_as_for_others(axes, padded, T):
     count = jnp.asarray([T, 0, 1, T // 2]) if padded else None
 
     def written(cache, k):
-        made = write(cache, k, -k, count)
-        return made.keys, made.values
+        result = write(cache, k, -k, count)
+        return result.keys, result.values
 
     want = jax.jit(written)(cache, k)
     mesh = make_mesh(
         MeshConfig(**(axes or {"data": 1})), jax.devices()[: 8 if axes else 1]
     )
     with as_if(Target(platform="tpu", kind="a TPU")), jax.set_mesh(mesh):
-        made = jax.jit(written, compiler_options=QUICK_COMPILE).lower(cache, k)
-        assert "stablehlo.scatter" not in made.as_text()
-        chex.assert_trees_all_equal(made.compile()(cache, k), want)
+        result = jax.jit(written, compiler_options=QUICK_COMPILE).lower(cache, k)
+        assert "stablehlo.scatter" not in result.as_text()
+        chex.assert_trees_all_equal(result.compile()(cache, k), want)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_narrow_heads_caches_lie_in_a_tpu_as_they_come(case, share):
     if not (COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
     cases = "tests.layers.attention.compile_cases"
-    told = ask("v5e:2x2", "tests.compile_target:summary_of", f"{cases}:{case}")
+    summary = ask("v5e:2x2", "tests.compile_target:summary_of", f"{cases}:{case}")
     _, caches = narrow_decoding()
-    assert told["temp_bytes"] < share * caches[0].size * caches[0].dtype.itemsize
+    assert summary["temp_bytes"] < share * caches[0].size * caches[0].dtype.itemsize
 
 
 def _prompt_read(T, *, slots, window=None, lengths=None, alibi=False, heads=4, E=8):
@@ -236,7 +236,7 @@ def test_a_long_prompt_is_read_in_blocks_as_its_halves_are(slots, options):
     arrays = [jnp.asarray(rng.normal(size=s.shape), jnp.float32) for s in shapes[:3]]
 
     def in_pieces(*cuts):
-        cache, found = empty_key_value_cache(1, 2, slots, 2, 8, jnp.float32), []
+        cache, matches = empty_key_value_cache(1, 2, slots, 2, 8, jnp.float32), []
         done = np.zeros(2, int)
         for piece in cuts:
             count = np.minimum(piece, lengths - done)
@@ -248,9 +248,9 @@ def test_a_long_prompt_is_read_in_blocks_as_its_halves_are(slots, options):
             )
             o, cache = read(*map(jnp.asarray, new), cache)
             cache = cache._replace(position=cache.position + count)
-            found.append([row[:n] for row, n in zip(o, count, strict=True)])
+            matches.append([row[:n] for row, n in zip(o, count, strict=True)])
             done += count
-        rows = [jnp.concatenate(row) for row in zip(*found, strict=True)]
+        rows = [jnp.concatenate(row) for row in zip(*matches, strict=True)]
         return jnp.concatenate(rows), cache
 
     first = np.asarray([40, 17])

@@ -112,6 +112,8 @@ def test_training_compiles_for_accelerators_in_memory_of_t(target, case, kernel)
     """Both passes by kernels, of this length whose T x T logits would be 2 GB."""
     if not (COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
-    told = ask(target, "tests.compile_target:summary_of", f"{CASES_TO_COMPILE}:{case}")
-    assert kernel in told["custom_calls"]
-    assert told["temp_bytes"] < 2**28
+    summary = ask(
+        target, "tests.compile_target:summary_of", f"{CASES_TO_COMPILE}:{case}"
+    )
+    assert kernel in summary["custom_calls"]
+    assert summary["temp_bytes"] < 2**28

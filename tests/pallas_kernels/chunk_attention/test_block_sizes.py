@@ -103,8 +103,8 @@ def test_given_sizes_are_taken(backend):
 )
 def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, message):
     case = Case(300, width=128, dtype="bfloat16")
-    told = refusal(triton, case, **sizes)
-    assert told is None if message is None else str(told).startswith(message)
+    reason = refusal(triton, case, **sizes)
+    assert reason is None if message is None else str(reason).startswith(message)
 
 
 def test_hopper_s_matrix_unit_reads_one_block_more_from_shared_memory():
@@ -112,26 +112,28 @@ def test_hopper_s_matrix_unit_reads_one_block_more_from_shared_memory():
     sizes = {"block_q": 128, "block_k": 64, "stages": 5}
     assert refusal(triton, case, HOPPER, **sizes) is None
     sizes["stages"] = 6
-    told = "stages=6 need 262,144 bytes of shared memory, the device has 232,448"
-    assert told in str(refusal(triton, case, HOPPER, **sizes))
+    message = "stages=6 need 262,144 bytes of shared memory, the device has 232,448"
+    assert message in str(refusal(triton, case, HOPPER, **sizes))
 
 
 def test_sizes_that_a_tpu_cannot_have_are_refused_with_the_numbers():
     case = Case(1000, batch=1, width=128, chunk=1)
     assert refusal(mosaic_tpu, case, TPU, block_q=256, block_k=1000) is None
-    told = "block_q must be a multiple of 128, or positions of the call, got 200 of"
-    assert told in str(refusal(mosaic_tpu, case, TPU, block_q=200))
+    message = "block_q must be a multiple of 128, or positions of the call, got 200 of"
+    assert message in str(refusal(mosaic_tpu, case, TPU, block_q=200))
     long = Case(8192, batch=1, heads=1, groups=1, width=128, chunk=1)
-    told = refusal(mosaic_tpu, long, TPU, block_q=4096, block_k=2048)
-    assert str(told).startswith("block_q=4096 and block_k=2048 need 165,675,008 bytes")
+    message = refusal(mosaic_tpu, long, TPU, block_q=4096, block_k=2048)
+    assert str(message).startswith(
+        "block_q=4096 and block_k=2048 need 165,675,008 bytes"
+    )
 
 
 def test_sizes_that_a_backend_has_no_use_for_are_refused():
-    told = "takes of the block sizes only block_q and block_k, got warps=4"
-    assert refusal(mosaic_tpu, Case(37), TPU, warps=4) == told
-    assert refusal(xla, Case(37), CPU, warps=4) == told
-    told = "takes of the block sizes none, got block_q=64"
-    assert refusal(xla, Case(37), GPU, block_q=64) == told
+    message = "takes of the block sizes only block_q and block_k, got warps=4"
+    assert refusal(mosaic_tpu, Case(37), TPU, warps=4) == message
+    assert refusal(xla, Case(37), CPU, warps=4) == message
+    message = "takes of the block sizes none, got block_q=64"
+    assert refusal(xla, Case(37), GPU, block_q=64) == message
     with pytest.raises(NotImplementedError, match="triton: .*; xla: takes of the"):
         op_passes(
             chunk_attention, Case(37), Case(37).inputs()[0], blocks=BlockSizes(warps=4)

@@ -19,12 +19,12 @@ def traffic(target: str, case: str) -> dict:
     """Returns the launches, the bytes that they move and the bound of one case."""
     function, arguments = getattr(compile_cases, case)()
     compiled = compile_for(target, function, arguments)
-    found = launches(compiled.as_text())
+    result = launches(compiled.as_text())
     memory = compiled.memory_analysis()
     bound = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return {
-        "launched": [name for name, _ in found],
-        "bytes": sum(size for _, size in found),
+        "launched": [name for name, _ in result],
+        "bytes": sum(size for _, size in result),
         "bound": bound,
     }
 

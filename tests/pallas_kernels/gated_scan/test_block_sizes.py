@@ -90,24 +90,24 @@ def test_the_passes_may_be_cut_differently():
 def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(
     case, sizes, message
 ):
-    told = refusal(triton, case, **sizes)
-    assert told is None if message is None else str(told).startswith(message)
+    reason = refusal(triton, case, **sizes)
+    assert reason is None if message is None else str(reason).startswith(message)
 
 
 def test_sizes_that_a_tpu_cannot_have_are_refused_with_the_numbers():
     assert refusal(mosaic_tpu, RAT, TPU, stretch=64) is None
     assert refusal(mosaic_tpu, RAT, TPU, stretch=5) == "stretch must be even, got 5"
-    told = "8 stretches of 512 positions need 100,663,296 bytes of VMEM, kernels may"
-    assert told in str(refusal(mosaic_tpu, RAT, TPU, stretch=512))
+    message = "8 stretches of 512 positions need 100,663,296 bytes of VMEM, kernels may"
+    assert message in str(refusal(mosaic_tpu, RAT, TPU, stretch=512))
 
 
 def test_sizes_that_a_backend_has_no_use_for_are_refused():
-    told = "takes of the block sizes only stretch, got channels=32"
-    assert refusal(mosaic_tpu, RAT, TPU, channels=32) == told
-    assert refusal(xla, RNN, GPU, channels=32) == told
+    message = "takes of the block sizes only stretch, got channels=32"
+    assert refusal(mosaic_tpu, RAT, TPU, channels=32) == message
+    assert refusal(xla, RNN, GPU, channels=32) == message
     # Chunks are loops of their own length.
-    told = "takes of the block sizes none, got stretch=32"
-    assert refusal(xla, RAT, GPU, stretch=32) == told
+    message = "takes of the block sizes none, got stretch=32"
+    assert refusal(xla, RAT, GPU, stretch=32) == message
     gate, values, *_ = RNN.inputs()
     with pytest.raises(NotImplementedError, match="gated_scan: .*; xla: takes of the"):
         gated_scan(gate, values, blocks=BlockSizes(stretch=32))

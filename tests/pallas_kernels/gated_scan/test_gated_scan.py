@@ -318,8 +318,8 @@ def test_lengths_beyond_the_row_are_the_row_s_ends():
     (gate, values, initial), _ = inputs(7)
 
     def total(values, lengths):
-        found = gated_scan(gate, values, initial=initial, lengths=jnp.asarray(lengths))
-        return sum(jnp.sum(jnp.cos(h)) for h in found.finals)
+        result = gated_scan(gate, values, initial=initial, lengths=jnp.asarray(lengths))
+        return sum(jnp.sum(jnp.cos(h)) for h in result.finals)
 
     both = jax.jit(jax.value_and_grad(total), static_argnums=1)
     chex.assert_trees_all_equal(both(values, (9, -1)), both(values, (7, 0)))

@@ -89,17 +89,17 @@ def test_a_tpu_s_rows_are_the_caller_s_or_refused():
     choose_rows = partial(tpu_tiles, sizes, None, LEAST_VMEM, forward_bytes)
     assert choose_rows(64).rows == 64 != choose_rows(None).rows
     assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=64)) is None
-    told = "runs 128, 64, 32, 16, 8 rows a program, got rows=48"
-    assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=48)) == told
+    message = "runs 128, 64, 32, 16, 8 rows a program, got rows=48"
+    assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=48)) == message
 
 
 def test_a_backend_refuses_sizes_that_it_has_no_use_for():
     depth = BlockSizes(depth=32)
-    told = "takes of the block sizes only rows, got depth=32"
-    assert refusal(mosaic_tpu, TPU_LAYER, blocks=depth) == told
+    message = "takes of the block sizes only rows, got depth=32"
+    assert refusal(mosaic_tpu, TPU_LAYER, blocks=depth) == message
     x, weights, _ = CASE.inputs()
-    told = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
-    with pytest.raises(NotImplementedError, match=told):
+    message = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
+    with pytest.raises(NotImplementedError, match=message):
         recurrent_prefill(
             *(x, weights, empty_cache(1, CASE.batch, 0, CASE.width, CASE.spec)),
             spec=CASE.spec,

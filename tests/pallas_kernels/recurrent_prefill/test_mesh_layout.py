@@ -71,13 +71,13 @@ def collectives(hlo: str) -> tuple[list[str], list[str]]:
     """Returns the collectives of the loops and of the rest: opcode and shape."""
     inside: list[str] = []
     outside: list[str] = []
-    found = outside
+    result = outside
     call = r"= (\S+|\(.*?\)) (all-\w+|reduce-scatter|collective-permute)(-start)?\("
     for line in hlo.splitlines():
         if line.endswith("{") and not line.startswith(" "):
-            found = outside if line.startswith("ENTRY") else inside
+            result = outside if line.startswith("ENTRY") else inside
         elif met := re.search(call, line):
-            found.append(f"{met[2]} {met[1].split('{')[0]}")
+            result.append(f"{met[2]} {met[1].split('{')[0]}")
     return inside, outside
 
 
@@ -95,8 +95,8 @@ def compiled(layer: LayerSpec, schedule: str, **sizes: int):
 
 def assert_same(got, want):
     assert_values_close(got[0], want[0])
-    for one, other in zip(*map(jax.tree.leaves, (got[1], want[1])), strict=True):
-        assert_close(one, other, dtype="float32", tolerance=1e-5)
+    for first, other in zip(*map(jax.tree.leaves, (got[1], want[1])), strict=True):
+        assert_close(first, other, dtype="float32", tolerance=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -351,15 +351,15 @@ def test_row_tiles_are_shared_out_over_a_tpu_s_cores():
 
 def test_weights_that_do_not_fit_into_vmem_are_refused():
     wide = dataclasses.replace(PAPER, width=4096, heads_width=4096, inner_width=16384)
-    told = refusal_of_sizes(wide, None, V5E)
-    assert "weights and a tile of 8 rows must fit 120 MiB of VMEM, got" in str(told)
+    reason = refusal_of_sizes(wide, None, V5E)
+    assert "weights and a tile of 8 rows must fit 120 MiB of VMEM, got" in str(reason)
 
 
 def test_widths_are_refused_that_leave_lanes_of_a_tile_empty():
     for field, name in (("width", "D"), ("inner_width", "F")):
         odd = dataclasses.replace(PAPER, **{field: 192})
-        told = f"{name} must be a multiple of 128, got 192"
-        assert refusal_of_sizes(odd, None, V5E) == told
+        message = f"{name} must be a multiple of 128, got 192"
+        assert refusal_of_sizes(odd, None, V5E) == message
 
 
 def test_half_the_vmem_holds_a_layer_of_the_paper():

@@ -69,24 +69,26 @@ def test_given_turns_of_a_loop_change_no_result_of_xla():
     ],
 )
 def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, message):
-    told = refusal(triton, **sizes)
-    assert told is None if message is None else str(told).startswith(message)
+    reason = refusal(triton, **sizes)
+    assert reason is None if message is None else str(reason).startswith(message)
 
 
 def test_sizes_that_a_tpu_cannot_have_are_refused_with_the_numbers():
     assert refusal(mosaic_tpu, TPU, channels=384, unroll=4) is None
-    told = refusal(mosaic_tpu, TPU, channels=192)
-    assert told == "channels must be a multiple of 128 that divides 384, got 192"
-    told = refusal(mosaic_tpu, TPU, of=8192, channels=8192)
-    assert str(told).startswith("channels=8192 need 98,566,144 bytes of VMEM, kernels")
+    reason = refusal(mosaic_tpu, TPU, channels=192)
+    assert reason == "channels must be a multiple of 128 that divides 384, got 192"
+    reason = refusal(mosaic_tpu, TPU, of=8192, channels=8192)
+    assert str(reason).startswith(
+        "channels=8192 need 98,566,144 bytes of VMEM, kernels"
+    )
     assert refusal(mosaic_tpu, TPU, unroll=3) == "unroll must divide chunk=8, got 3"
 
 
 def test_sizes_that_a_backend_has_no_use_for_are_refused():
-    told = "takes of the block sizes only channels and unroll, got warps=4"
-    assert refusal(mosaic_tpu, TPU, warps=4) == told
-    told = "takes of the block sizes only unroll, got warps=4"
-    assert refusal(xla, CPU, warps=4) == told
+    message = "takes of the block sizes only channels and unroll, got warps=4"
+    assert refusal(mosaic_tpu, TPU, warps=4) == message
+    message = "takes of the block sizes only unroll, got warps=4"
+    assert refusal(xla, CPU, warps=4) == message
     call = LAWS.call(7)
     with pytest.raises(NotImplementedError, match="triton: .*; xla: takes of the"):
         selective_scan(**call.arrays, blocks=BlockSizes(warps=4))

@@ -66,8 +66,8 @@ def passes(function, arrays, starts, case):
 def wanted_gradients(prefix, case):
     """Returns the file's gradients under our names; those it leaves out are none."""
     names = {**BY_POSITION, **WHOLE, "a": "A_log" if "A_log" in case else "A"}
-    found = {k: case[prefix + v] for k, v in names.items() if prefix + v in case}
-    return {k: x.swapaxes(1, 2) if k in BY_POSITION else x for k, x in found.items()}
+    matches = {k: case[prefix + v] for k, v in names.items() if prefix + v in case}
+    return {k: x.swapaxes(1, 2) if k in BY_POSITION else x for k, x in matches.items()}
 
 
 def test_there_are_cases_with_and_without_segments():

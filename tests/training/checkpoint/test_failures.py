@@ -116,12 +116,12 @@ def test_a_directory_that_a_failed_writer_makes_at_the_last_moment_is_no_hindran
     tmp_path, monkeypatch
 ):
     paths = sys.modules["orbax.checkpoint._src.path.async_path"]
-    look, made = paths.exists, []
+    look, results = paths.exists, []
 
     async def look_before_it_is_made(path):
         there = await look(path)
-        if not made and path.name.endswith("-tmp"):
-            made.append(path)
+        if not results and path.name.endswith("-tmp"):
+            results.append(path)
             path.mkdir(parents=True)
         return there
 
@@ -129,7 +129,7 @@ def test_a_directory_that_a_failed_writer_makes_at_the_last_moment_is_no_hindran
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state(1), data_state={})
     checkpoints.close()
-    assert [path.name for path in made] == ["1.orbax-checkpoint-tmp"]
+    assert [path.name for path in results] == ["1.orbax-checkpoint-tmp"]
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     assert_same(Checkpoints(tmp_path).restore(abstract(state(1))).tree, state(1))
 

@@ -173,12 +173,12 @@ def test_each_matrix_is_one_from_its_inputs_to_its_outputs():
         f"stack.blocks.0.{name}": jnp.zeros((5, *shape))
         for name, shape in shapes.items()
     }
-    found = {
+    result = {
         name.removeprefix("stack.blocks.0."): (d.reduction_axis, d.output_axis)
         for name, d in matrix_dimensions(weights).items()
     }
     heads = ((1,), (2, 3))
-    assert found == {
+    assert result == {
         "attention.w_q": heads,
         "attention.w_k": heads,
         "attention.w_v": heads,
@@ -243,14 +243,14 @@ def test_rates_follow_width_and_batch():
 
 def adams_changes(gradients, *, b1, rate):
     """Returns Adam's change at each step, in closed form: sums instead of averages."""
-    made, b2 = [], 0.95
+    results, b2 = [], 0.95
     for t in range(1, len(gradients) + 1):
         ages = np.arange(t)[::-1]
         seen = np.asarray(gradients[:t])
         m = (1 - b1) * (b1**ages @ seen) / (1 - b1**t)
         v = (1 - b2) * (b2**ages @ seen**2) / (1 - b2**t)
-        made.append(-rate * m / (np.sqrt(v) + 1e-10))
-    return made
+        results.append(-rate * m / (np.sqrt(v) + 1e-10))
+    return results
 
 
 def test_every_group_is_its_closed_form_where_no_factor_is_one():

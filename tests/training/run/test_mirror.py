@@ -36,7 +36,7 @@ def test_what_is_made_here_is_there_and_comes_back(bucket):
     assert mirror.sentence().startswith(
         f"sent {size:,} bytes in {len(files)} objects, at 0 saves and the end, with "
     )
-    made = mirror.store.requests.total
+    result = mirror.store.requests.total
     with mirrored(URL) as mirror:
         mirror.fetch_arrays(3)
         again = mirror.folder / "checkpoints" / "3" / "state" / "d"
@@ -44,7 +44,7 @@ def test_what_is_made_here_is_there_and_comes_back(bucket):
         mirror.push()
         assert mirror.sent_objects == 0  # nothing has changed
     # It fetched as many as were sent before, and looked once more.
-    assert mirror.store.requests.total > made
+    assert mirror.store.requests.total > result
 
 
 def test_an_unfinished_step_is_not_sent(bucket):
@@ -58,16 +58,16 @@ def test_an_unfinished_step_is_not_sent(bucket):
 
 
 def test_commit_files_go_last_and_are_removed_first(monkeypatch):
-    told = []
+    messages = []
     send, remove = Store.send, Store.remove
 
     def sends(store, file, name):
-        told.append(name)
+        messages.append(name)
         send(store, file, name)
 
     def removes(store, names):
         names = list(names)
-        told.extend(f"-{name}" for name in names)
+        messages.extend(f"-{name}" for name in names)
         remove(store, names)
 
     with mirrored(URL) as mirror:
@@ -75,14 +75,14 @@ def test_commit_files_go_last_and_are_removed_first(monkeypatch):
         monkeypatch.setattr(Store, "remove", removes)
         fill(mirror.folder, STEP | COMMIT | {"config.json": "{}", "tokenizer/a": "t"})
         mirror.push()
-        assert told[:2] == ["tokenizer/a", "config.json"]
-        assert told[-1] == "checkpoints/3/commit_success.txt"
-        told.clear()
+        assert messages[:2] == ["tokenizer/a", "config.json"]
+        assert messages[-1] == "checkpoints/3/commit_success.txt"
+        messages.clear()
         (mirror.folder / "checkpoints/3").rename(
             mirror.folder / "checkpoints/3.damaged"
         )
         mirror.push()
-        assert told[3] == "-checkpoints/3/commit_success.txt" and len(told) == 6
+        assert messages[3] == "-checkpoints/3/commit_success.txt" and len(messages) == 6
 
 
 def test_a_step_of_which_a_part_is_there_is_left_out_and_removed(bucket):

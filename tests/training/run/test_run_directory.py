@@ -85,9 +85,11 @@ def test_a_damaged_line_costs_itself_and_is_told(run, damage):
     before = b"\n".join(DAMAGES[damage](lines)) + b"\n"
     run.metrics.write_bytes(before)
     lost = [line for line in lines if line not in before.split(b"\n")]
-    told = run.rewind(3)
+    message = run.rewind(3)
     count = len(before.splitlines()) - len(lines) + len(lost)
-    assert told is not None and told.startswith(f"{count} damaged lines of {run.root}")
+    assert message is not None and message.startswith(
+        f"{count} damaged lines of {run.root}"
+    )
     assert run.metrics.read_bytes().splitlines() == [x for x in lines if x not in lost]
     assert (run.root / "metrics.jsonl.damaged").read_bytes() == before
     assert run.rewind(3) is None

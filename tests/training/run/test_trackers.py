@@ -72,11 +72,15 @@ def test_trackers_get_config_code_and_rows(services, tmp_path):
     )
     writer.write(3, "train", {"loss": 2.0, "perplexity": float("nan")})
     writer.close()
-    (_, _, told), log, finish = services["wandb"]
-    assert told["project"] == "papers" and told["group"] == "rat"
-    assert told["tags"] == ["a", "b"] and told["name"] == "tiny"
-    assert told["config"]["training"]["batch"] == 8
-    assert told["config"]["start"] == {"commit": "c0ffee", "dirty": True, "time": "now"}
+    (_, _, message), log, finish = services["wandb"]
+    assert message["project"] == "papers" and message["group"] == "rat"
+    assert message["tags"] == ["a", "b"] and message["name"] == "tiny"
+    assert message["config"]["training"]["batch"] == 8
+    assert message["config"]["start"] == {
+        "commit": "c0ffee",
+        "dirty": True,
+        "time": "now",
+    }
     assert log[1]["train/loss"] == 2.0 and log[2] == 3 and finish == ("finish",)
     mlflow = services["mlflow"]
     assert mlflow.named("set_experiment")[0][1] == ("papers",)
@@ -216,6 +220,6 @@ def test_wandb_itself_goes_on_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     words = ["train", tiny_experiment.__file__, "--runs", str(tmp_path)]
     assert main([*words, "--training.wandb-project", "papers"]) == 0
-    made = list((tmp_path / "tiny" / "wandb").glob("offline-run-*"))
+    result = list((tmp_path / "tiny" / "wandb").glob("offline-run-*"))
     known = json.loads((tmp_path / "tiny" / "trackers.json").read_text())["wandb"]
-    assert len(made) == 1 and made[0].name.endswith(known)
+    assert len(result) == 1 and result[0].name.endswith(known)

@@ -52,15 +52,15 @@ def passes_once(monkeypatch):
 
     Each pass is a second of compilation; XLA does not see that two are the same.
     """
-    make, made = objectives.interleaved_passes, []
+    make, results = objectives.interleaved_passes, []
 
     def once(model, batch, partition, *, refresh=False):
         assert not refresh  # no golden case has it
-        for key, passes in made:
+        for key, passes in results:
             if key[0] is model and key[1] is batch and key[2] == partition:
                 return passes
-        made.append(((model, batch, partition), make(model, batch, partition)))
-        return made[-1][1]
+        results.append(((model, batch, partition), make(model, batch, partition)))
+        return results[-1][1]
 
     monkeypatch.setattr(objectives, "interleaved_passes", once)
 

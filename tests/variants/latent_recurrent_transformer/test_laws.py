@@ -140,16 +140,16 @@ def test_a_refresh_is_a_pass_over_the_memory_alone(ids, projection):
     memory = MemoryConfig(sources=(2,), residual=False, projection=projection)
     model = build(small(memory, windows="L"))
     refreshed, _, refined = groups_refreshed_and_refined(model, ids)
-    for one, other in zip(refreshed, refined, strict=True):
-        assert_values_close(one[0], other[0])
-        assert np.abs(one[1] - other[1]).max() > 1e-3
+    for first, other in zip(refreshed, refined, strict=True):
+        assert_values_close(first[0], other[0])
+        assert np.abs(first[1] - other[1]).max() > 1e-3
 
 
 def test_a_refresh_leaves_visited_positions_alone(ids):
     model = build(small(MemoryConfig(sources=(2,)), windows="L"))
     refreshed, before, _ = groups_refreshed_and_refined(model, ids, visited=(1, 4))
-    for one, other in zip(refreshed, before, strict=True):
-        changed = np.abs(one - other).max(axis=(0, 1, 3, 4)) > 0
+    for first, other in zip(refreshed, before, strict=True):
+        changed = np.abs(first - other).max(axis=(0, 1, 3, 4)) > 0
         assert changed.tolist() == [False, False, True, True, False, True]
 
 
@@ -186,8 +186,8 @@ def with_zero(model, *names):
     """Sets the parameters whose names end so to zero."""
 
     def of_leaf(path, leaf):
-        found = any(parameter_name(path).endswith(name) for name in names)
-        return jnp.zeros_like(leaf) if found else leaf
+        result = any(parameter_name(path).endswith(name) for name in names)
+        return jnp.zeros_like(leaf) if result else leaf
 
     return jax.tree_util.tree_map_with_path(of_leaf, model)
 

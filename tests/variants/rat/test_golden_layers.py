@@ -86,7 +86,7 @@ def test_gates_and_states_are_the_authors(path):
     def inside(layer, x):
         n = layer.mixer_norm(x)
         project = lambda w: n @ w[...].reshape(n.shape[-1], -1)  # noqa: E731
-        found = {
+        result = {
             "normed": n,
             "z": layer.mixer.output_gate(n),
             "g": layer.mixer.forget_gate(n),
@@ -94,12 +94,12 @@ def test_gates_and_states_are_the_authors(path):
         }
         if meta["kind"] == "rat":
             k = project(layer.mixer.w_k)
-            found |= {"q_group": project(layer.mixer.w_q), "k_group": k}
+            result |= {"q_group": project(layer.mixer.w_q), "k_group": k}
             states = gated_scan(
-                found["g"], (found["v"], k), chunk=meta["chunk_size"]
+                result["g"], (result["v"], k), chunk=meta["chunk_size"]
             ).states
-            found |= dict(zip(("v_tilde", "k_tilde"), states, strict=True))
-        return found
+            result |= dict(zip(("v_tilde", "k_tilde"), states, strict=True))
+        return result
 
     for name, array in inside(layer, jnp.asarray(case["x"])).items():
         if f"mid/{name}" in case:

@@ -32,12 +32,12 @@ def mixer(chunk: int) -> ReversedRatMixer:
         forget_rank=3,
         output_rank=2,
     )
-    made = ReversedRatMixer(
+    result = ReversedRatMixer(
         config, WIDTH, InitConfig(std=0.4), layer=0, layers=1, rngs=nnx.Rngs(0)
     )
     draw = np.random.default_rng(1).normal
     return jax.tree.map(
-        lambda w: jnp.asarray(draw(size=w.shape), jnp.float32) * 0.5, made
+        lambda w: jnp.asarray(draw(size=w.shape), jnp.float32) * 0.5, result
     )
 
 
@@ -113,9 +113,9 @@ def test_the_reversed_design_is_its_loops(chunk):
 def test_a_fresh_forget_gate_looks_back_up_to_its_horizon():
     """b = log U(1, h - 1): a gate of 1 - 1 / (1 + U) forgets in 1 + U tokens."""
     rngs = nnx.Rngs(0)
-    made = Gate(4, 64, 64, InitConfig(), rank=None, horizon=17, rngs=rngs)
-    assert made.b_forget is not None
-    spans = 1 + np.exp(np.asarray(made.b_forget[...], np.float64))
+    result = Gate(4, 64, 64, InitConfig(), rank=None, horizon=17, rngs=rngs)
+    assert result.b_forget is not None
+    spans = 1 + np.exp(np.asarray(result.b_forget[...], np.float64))
     assert 2 <= spans.min() < 2.1 and 16.9 < spans.max() <= 17 + 1e-4
     np.testing.assert_allclose(spans.mean(), (2 + 17) / 2, rtol=0.02)
     assert gate_bias_span(1) == 0.0

@@ -131,13 +131,13 @@ def test_what_cannot_be_cut_says_why():
     cut = partial(obstacle, count=4)
     assert cut(ALL.stack, 32) is None
     assert "32 tokens" not in (cut(ALL.stack, 48) or "")
-    told = {
+    by_name = {
         "a row of 30 tokens does not divide into 4 shards": (ALL, 30),
         "a chunk of 4 tokens must not cross shards of 6": (ALL, 24),
         "a window of 3 tokens must not be longer than a shard of 2": (small(WINDOW), 8),
         "the reversed design does not run": (SWITCHES["reversed"], 32),
     }
-    for reason, (model, length) in told.items():
+    for reason, (model, length) in by_name.items():
         assert reason in cut(model.stack, length)
     alibi = dataclasses.replace(FULL.attention, position=Alibi())
     bent = dataclasses.replace(FULL, attention=alibi)
@@ -176,7 +176,7 @@ def test_a_run_that_cannot_be_cut_is_refused_before_it_starts(tmp_path):
 
 @pytest.mark.slow  # Two programs of a whole training step.
 def test_a_run_over_sequence_shards_trains_as_one_device_does(tmp_path, monkeypatch):
-    found = []
+    matches = []
     for name, cut in {"one": {}, "eight": {"fsdp": 2, "sequence": 4}}.items():
         count = int(np.prod(list(cut.values()), dtype=int))
         devices = jax.devices()[:count]
@@ -192,5 +192,5 @@ def test_a_run_over_sequence_shards_trains_as_one_device_does(tmp_path, monkeypa
             losses.append(session.evaluate(state, between=lambda: None).loss)
         finally:
             session.close()
-        found.append(losses)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+        matches.append(losses)
+    np.testing.assert_allclose(matches[1], matches[0], rtol=1e-5)

@@ -55,11 +55,11 @@ def traffic(target: str) -> dict:
     """Returns launches and bytes, and the least: each input and output once."""
     function, arguments = training()
     compiled = compile_for(target, function, arguments)
-    found = read_traffic(parse(compiled.as_text()), axes=(), sizes=())
+    collectives = read_traffic(parse(compiled.as_text()), axes=(), sizes=())
     memory = compiled.memory_analysis()
     return {
-        "launches": found.launches,
-        "bytes": found.bytes,
+        "launches": collectives.launches,
+        "bytes": collectives.bytes,
         "least": memory.argument_size_in_bytes + memory.output_size_in_bytes,
     }
 

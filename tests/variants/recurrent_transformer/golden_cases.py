@@ -79,8 +79,8 @@ def nested(case: dict, meta: dict, kind: str) -> dict:
         prefix = f"{kind}.layer{layer}."
         if name.startswith("att_proj."):
             parts = [f"{prefix}{p}_proj.{name.split('.')[1]}" for p in ("q", "kv")]
-            found = [case[part] for part in parts if part in case]
-            return np.concatenate(found) if found else None
+            matches = [case[part] for part in parts if part in case]
+            return np.concatenate(matches) if matches else None
         return case.get(prefix + name)
 
     blocks = [

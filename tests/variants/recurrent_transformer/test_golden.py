@@ -35,19 +35,19 @@ def runs(files, others=slow, dtypes=("own",)):
 
     A file runs fast in its own dtype by one schedule, the next file by the next.
     """
-    schedules, made = list(TILES), []
+    schedules, results = list(TILES), []
     for number, file in enumerate(files):
         fast = schedules[number % len(schedules)]
         for schedule, dtype in itertools.product(schedules, dtypes):
             marks = () if schedule == fast else others
-            made.append(
+            results.append(
                 pytest.param(
                     *(*file.values, schedule, dtype),
                     marks=sweep if dtype != "own" else marks,
                     id=f"{file.id}-{schedule}-{dtype}",
                 )
             )
-    return made
+    return results
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,13 @@ def test_three_widths_of_it_simulate_a_transformer_layer_by_layer():
         @partial(jax.jit, compiler_options=QUICK_COMPILE)
         def activations(x, w):
             theirs, ours, wide = x, embed(x), simulate_transformer(w)
-            found = []
+            matches = []
             for layer in range(LAYERS):
                 cut = lambda leaf, i=layer: leaf[i : i + 1]  # noqa: E731
                 theirs = run(theirs, jax.tree.map(cut, w), transformer)
                 ours = run(ours, jax.tree.map(cut, wide), SPEC)
-                found.append((live(ours, layer), theirs))
-            return found
+                matches.append((live(ours, layer), theirs))
+            return matches
 
         for got, want in activations(x, w):
             assert_values_close(got, want, "float64")

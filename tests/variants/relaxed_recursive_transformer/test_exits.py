@@ -91,7 +91,7 @@ def golden_model(case):
     def of_block(name):
         return np.stack([weight(f"model.layers.{i}.{name}") for i in range(K)])
 
-    made = {
+    by_name = {
         "w_embedding": weight("model.embed_tokens").T,
         "w_head": weight("lm_head"),
         "final_norm.scale": weight("model.norm"),
@@ -105,12 +105,12 @@ def golden_model(case):
             whole = whole.reshape(*whole.shape[:2], -1, E)
         elif ours == "out":
             whole = whole.reshape(K, H, E, -1)
-        made[f"stack.blocks.0.{part}.w_{ours}"] = whole
+        by_name[f"stack.blocks.0.{part}.w_{ours}"] = whole
         for side, letter in (("reduce", "A"), ("expand", "B")):
             depths = [case[f"p/lora.{l}.{theirs}.{letter}"].T for l in range(K * B)]
             leaf = np.stack(depths).reshape(B, K, *depths[0].shape)
-            made[f"stack.adapters.0.{ours}.w_{side}"] = leaf
-    return with_parameters(config, made), meta
+            by_name[f"stack.adapters.0.{ours}.w_{side}"] = leaf
+    return with_parameters(config, by_name), meta
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_trajectories_are_the_golden_ones_token_for_token(path):
             np.testing.assert_allclose(logs[1:], want[1:], rtol=0, atol=1e-4)
         # The oracle of the engine's tests tells what each loop's rule saw.
         exits = EarlyExit(rule=rules[1], missing=missing)
-        made = early_text(model, prompts[0], settings, CACHE, exits)
-        assert made.loops == requests[1, 0].loops
-        for scores, want in zip(made.scores, case["margins"][i, 1, 0], strict=True):
+        text = early_text(model, prompts[0], settings, CACHE, exits)
+        assert text.loops == requests[1, 0].loops
+        for scores, want in zip(text.scores, case["margins"][i, 1, 0], strict=True):
             np.testing.assert_allclose(scores, want[: len(scores)], rtol=0, atol=2e-5)
 
 
@@ -168,8 +168,8 @@ def test_whole_rows_leave_as_texts_do_token_by_token(missing):
     rule = ExitRule(kind="confidence", threshold=threshold)
     exits = EarlyExit(rule=rule, missing=missing)
     settings = RequestSettings(max_new_tokens=10, sampling=GREEDY)
-    made = early_text(model, [3], settings, 10, exits)
-    ids = np.array([[3, *made.tokens[:-1]]], np.int32)
+    text = early_text(model, [3], settings, 10, exits)
+    ids = np.array([[3, *text.tokens[:-1]]], np.int32)
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def at_once(model, ids):
@@ -182,9 +182,9 @@ def test_whole_rows_leave_as_texts_do_token_by_token(missing):
 
     logits, ran = at_once(model, ids)
     for at in range(ids.shape[1]):
-        assert_values_close(made.logits[at], np.asarray(logits)[0, at])
-    assert made.loops == np.asarray(ran)[0].tolist()
-    assert len(set(made.loops[1:])) > 1  # some left, some did not
+        assert_values_close(text.logits[at], np.asarray(logits)[0, at])
+    assert text.loops == np.asarray(ran)[0].tolist()
+    assert len(set(text.loops[1:])) > 1  # some left, some did not
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_a_threshold_that_nothing_exceeds_is_the_full_model(missing):
     got = generate_tokens(
         model, prompts, max_new_tokens=6, sampling=GREEDY, exits=exits
     )
-    for one, other in zip(got.tokens, want.tokens, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip(got.tokens, want.tokens, strict=True):
+        np.testing.assert_array_equal(first, other)
     assert got.loops == [[3] * 6] * 2
     assert got.aux == {"mean loops a token": 3.0}
 
@@ -245,7 +245,7 @@ def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
         thresholds={"confidence": (0.0, 0.02, 1.0), "head": (0.5,)},
         head=head,
     )
-    by = {(one.rule, one.threshold): one for one in scores}
+    by = {(score.rule, score.threshold): score for score in scores}
     for loops in (1, 2, 3):
         cut = truncated(model, loops)
         logits = jax.jit(lambda m: m(Tokens(ids), m.init_cache(2, 0))[0])(cut)
@@ -262,7 +262,7 @@ def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
     sure = [by["confidence", t].loops for t in (0.0, 0.02, 1.0)]
     assert sure[0] == 1.0 and sure[0] < sure[1] < sure[2] == 3.0
     assert by["oracle", 0.0].loops <= 3.0
-    assert [one.threshold for one in cheapest(scores, full.loss)][:1] != []
+    assert [item.threshold for item in cheapest(scores, full.loss)][:1] != []
     assert cheapest(scores, 0.0) == []
 
 
@@ -303,19 +303,19 @@ def test_the_commands_run_and_refuse(tmp_path):
     config = dataclasses.replace(small(rank=2), vocabulary=257)
     model = build(config)
     write_run(run, model, new_experiment(run, config, length=16), ByteTokenizer())
-    told, png = tmp_path / "exits.json", tmp_path / "exits.png"
+    message, png = tmp_path / "exits.json", tmp_path / "exits.png"
     code, out, err = recurjax(
-        *("evaluate", "exits", run, "--text", text, "--batch", "4", "--json", told),
+        *("evaluate", "exits", run, "--text", text, "--batch", "4", "--json", message),
         *("--tokens", "128", "--fit-head", "2", "--most-loss", "50", "--plot", png),
         *("--thresholds", "0.02", "0.5"),
     )
     assert code == 0, err
-    found = json.loads(told.read_text())
-    rules = [one["rule"] for one in found["exits"]]
+    result = json.loads(message.read_text())
+    rules = [item["rule"] for item in result["exits"]]
     assert rules == ["static", "static", "oracle"] + [
         rule for rule in ("confidence", "cosine", "head") for _ in range(2)
     ]
-    assert {one["rule"] for one in found["chosen"]} >= {"static", "confidence"}
+    assert {item["rule"] for item in result["chosen"]} >= {"static", "confidence"}
     assert png.read_bytes()[:4] == b"\x89PNG" and (run / "exit_head.npz").is_file()
     prompt = ("--prompt", "It was", "--max-new-tokens", "4", "--temperature", "0")
     code, out, err = recurjax(

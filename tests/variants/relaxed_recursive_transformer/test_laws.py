@@ -96,7 +96,7 @@ def test_one_loop_is_the_transformer_bit_for_bit(base, ids):
             np.testing.assert_array_equal(a, b)
     for length in (T, 1):
         results = [
-            run(one, ids[:, :length], one.init_cache(B, T)) for one in (model, plain)
+            run(item, ids[:, :length], item.init_cache(B, T)) for item in (model, plain)
         ]
         np.testing.assert_array_equal(results[0][0], results[1][0])
 

@@ -129,9 +129,9 @@ def test_losses_and_gradients_are_those_of_dense_tables(name, chunks, batch):
     assert_values_close(loss, want)
     assert_gradients_close(gradient, wanted)
     if name == "both":
-        told = {key: float(value) for key, value in metrics.items()}
-        sums = (told["exit_1"] + 2 * told["exit_2"] + 3 * told["loss"]) / 6
-        sums += 0.5 * told["self_divergence"] + 0.7 * told["divergence"]
+        by_name = {key: float(value) for key, value in metrics.items()}
+        sums = (by_name["exit_1"] + 2 * by_name["exit_2"] + 3 * by_name["loss"]) / 6
+        sums += 0.5 * by_name["self_divergence"] + 0.7 * by_name["divergence"]
         assert float(loss) == pytest.approx(sums, rel=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_eight_devices_are_taught_as_one_is(batch):
         loss = jax.value_and_grad(objective, has_aux=True)
         return loss(model, rows, teacher)
 
-    (want, told), wanted = compute(models[0], rows, models[1])
+    (want, message), wanted = compute(models[0], rows, models[1])
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     with jax.set_mesh(mesh):
         # The teacher lies over the devices by the same rules as the student.
@@ -156,7 +156,7 @@ def test_eight_devices_are_taught_as_one_is(batch):
         rows = jax.device_put(rows, batch_sharding(mesh))
         (got, said), gradient = compute(model, rows, teacher)
     assert_values_close(got, want)
-    assert_values_close(said, told)
+    assert_values_close(said, message)
     assert_gradients_close(parameters(gradient), parameters(wanted))
 
 
@@ -168,8 +168,8 @@ def test_a_teacher_has_no_gradient_and_is_nothing_apart_from_itself(batch):
         def loss(teacher):
             x = objective_states(model)
             view = Teacher(teacher, objective_states(teacher), 2.0)
-            found = exit_losses(model, [x], batch.targets, teacher=view)
-            return found.from_teacher.sum()
+            matches = exit_losses(model, [x], batch.targets, teacher=view)
+            return matches.from_teacher.sum()
 
         def objective_states(one):
             return NextToken().states(one, batch)
@@ -230,9 +230,9 @@ def test_flops_count_the_teachers_forward_pass_and_the_exits_heads():
 
     plain, own = counted(NextToken())
     for objective in (Distilled(teacher=teacher), Exits()):
-        more, told = counted(objective)
-        assert told > own
-        assert more - plain == pytest.approx(told - own, rel=0.1)
+        more, message = counted(objective)
+        assert message > own
+        assert more - plain == pytest.approx(message - own, rel=0.1)
 
 
 def test_a_run_records_its_teacher_and_refuses_another(tmp_path):
@@ -252,8 +252,8 @@ def test_a_run_records_its_teacher_and_refuses_another(tmp_path):
     record = RunDirectory(directory)
     for _ in range(2):
         load_frozen(student, mesh, lambda _: None, record=record)
-    told = json.loads((directory / "frozen.json").read_text())
-    assert told["run"] == str(out) and len(told["digest"]) == 64
+    report = json.loads((directory / "frozen.json").read_text())
+    assert report["run"] == str(out) and len(report["digest"]) == 64
     out.rename(tmp_path / "before")
     write(0.5)
     with pytest.raises(UserError, match="begun with other parameters of"):
