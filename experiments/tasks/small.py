@@ -178,7 +178,7 @@ def read_further(root: Path, *, report: Console) -> float:
         ),
         token_bytes=rows.tokenizer.token_bytes,
         objective=loaded.experiment.objective,
-        slices=rows.slices("validation", batch=batch),
+        labels=rows.labels("validation", batch=batch),
     )
     assert result.accuracy is not None
     write_atomic(file, json_text({"accuracy": result.accuracy.token}) + "\n")

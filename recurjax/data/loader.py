@@ -45,8 +45,8 @@ class RowsOfText:
         """Returns the places of a row in evaluations: as in training."""
         return length
 
-    def slices(self, split: str, *, batch: int) -> None:
-        """Returns None: rows of text have no slices."""
+    def labels(self, split: str, *, batch: int) -> None:
+        """Returns None: rows of text have neither slices nor a floor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Shaped
 
+from recurjax.data.tasks import RowLabels
 from recurjax.files.atomic import write_atomic
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
@@ -129,8 +130,10 @@ class Accuracy(NamedTuple):
       mean_of_classes: over the tokens that were an answer, the mean of each one's
         share. MAD's published figure (the default average of torchmetrics).
       sequence: rows whose every answer is right; the Recurrent Transformer's figure.
+      floor: `token` of the best answer without matching keys.
       slices: `token` of the rows of each slice, by names such as "pairs=8", in the
         order of their numbers.
+      slice_floors: the floor of each slice.
       answers: how many each slice asks, by the same names.
       positions: `token` by place; None where nothing is asked.
       rows: that asked something.
@@ -139,7 +142,9 @@ class Accuracy(NamedTuple):
     token: float
     mean_of_classes: float
     sequence: float
+    floor: float
     slices: dict[str, float]
+    slice_floors: dict[str, float]
     answers: dict[str, int]
     positions: list[float | None]
     rows: int
@@ -150,35 +155,46 @@ class Accuracy(NamedTuple):
             "accuracy": self.token,
             "class_accuracy": self.mean_of_classes,
             "sequence_accuracy": self.sequence,
+            "accuracy_floor": self.floor,
         }
         return named | {f"accuracy/{name}": x for name, x in self.slices.items()}
 
+    def floors(self) -> dict[str, float]:
+        """Returns the floors of the metrics that have one, by the metrics' names."""
+        slices = {f"accuracy/{name}": x for name, x in self.slice_floors.items()}
+        return {"accuracy": self.floor} | slices
+
+    def is_at_floor(self, answers: int) -> bool:
+        """Tells whether `token`, of so many answers, is within the floor's error."""
+        error = (self.floor * (1 - self.floor) / answers) ** 0.5
+        return self.token <= self.floor + 3 * error
+
 
 def accuracy(
-    counts: Iterable[AnswerCounts], slices: Iterable[Sequence[dict[str, int]]]
+    counts: Iterable[AnswerCounts], labels: Iterable[Sequence[RowLabels]]
 ) -> Accuracy:
     """Adds batches up.
 
     Args:
       counts: of each batch.
-      slices: of each batch's rows, such as {"pairs": 8}; rows beyond those given are
-        padding, which asks nothing.
+      labels: of each batch's rows; rows beyond those given are padding, which asks
+        nothing.
 
     Raises:
       ValueError: nothing was asked at all.
     """
     classes = positions = np.zeros((2, 0), np.int64)
-    rows: list[tuple[int, int]] = []
-    by_slice: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for batch, of_rows in zip(counts, slices, strict=False):
+    rows: list[_RowCounts] = []
+    by_slice: dict[tuple[str, int], list[_RowCounts]] = {}
+    for batch, of_rows in zip(counts, labels, strict=False):
         classes = _added(classes, batch.class_right, batch.class_total)
         positions = _added(positions, batch.position_right, batch.position_total)
         pairs = zip(np.asarray(batch.right), np.asarray(batch.total), strict=True)
-        for (right, total), names in zip(pairs, of_rows, strict=False):
+        for (right, total), row in zip(pairs, of_rows, strict=False):
             if not total:
                 continue
-            rows.append((int(right), int(total)))
-            for label in names.items():
+            rows.append(_RowCounts(int(right), int(total), row.floor))
+            for label in row.slices.items():
                 by_slice.setdefault(label, []).append(rows[-1])
     if not rows:
         raise ValueError("accuracy: no row asks anything")
@@ -196,8 +212,10 @@ def accuracy(
     return Accuracy(
         token=_share(rows),
         mean_of_classes=float((classes[0][total] / classes[1][total]).mean()),
-        sequence=sum(right == total for right, total in rows) / len(rows),
+        sequence=sum(row.right == row.total for row in rows) / len(rows),
+        floor=_floor(rows),
         slices={name: _share(counts) for name, counts in several.items()},
+        slice_floors={name: _floor(counts) for name, counts in several.items()},
         answers={name: _total(counts) for name, counts in several.items()},
         positions=places,
         rows=len(rows),
@@ -265,12 +283,22 @@ def plot_by_slice(
     write_atomic(png, drawn.getvalue())
 
 
-def _share(counts: list[tuple[int, int]]) -> float:
-    return sum(right for right, _ in counts) / _total(counts)
+class _RowCounts(NamedTuple):
+    right: int
+    total: int
+    floor: float
 
 
-def _total(counts: list[tuple[int, int]]) -> int:
-    return sum(total for _, total in counts)
+def _share(rows: list[_RowCounts]) -> float:
+    return sum(row.right for row in rows) / _total(rows)
+
+
+def _floor(rows: list[_RowCounts]) -> float:
+    return sum(row.floor for row in rows) / _total(rows)
+
+
+def _total(rows: list[_RowCounts]) -> int:
+    return sum(row.total for row in rows)
 
 
 def _added(sums: np.ndarray, right: Any, total: Any) -> np.ndarray:

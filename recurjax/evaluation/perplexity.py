@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Real
 
+from recurjax.data.tasks import RowLabels
 from recurjax.evaluation.accuracy import (
     Accuracy,
     AnswerCounts,
@@ -70,7 +71,8 @@ class Score(NamedTuple):
             figures.append(f"{self.bits_per_byte:.4f} bits per byte")
         if self.accuracy is not None:
             figures.append(
-                f"accuracy {self.accuracy.token:.4f}, "
+                f"accuracy {self.accuracy.token:.4f} (floor "
+                f"{self.accuracy.floor:.4f}), "
                 f"{self.accuracy.sequence:.4f} of whole rows"
             )
         figures += [
@@ -104,7 +106,7 @@ def score(
     token_bytes: Real[np.ndarray, " V"],
     objective: Objective = AS_CALLED,
     between: Callable[[], None] = lambda: None,
-    slices: Iterable[Sequence[dict[str, int]]] | None = None,
+    labels: Iterable[Sequence[RowLabels]] | None = None,
     mesh: Mesh | None = None,
 ) -> Score:
     """Scores rows that each start without context.
@@ -116,8 +118,8 @@ def score(
       objective: how the model is run: of an experiment's, the states and the pieces of
         the vocabulary.
       between: called after each batch.
-      slices: of a task, what each row of each batch is told apart by; the answers are
-        then counted too. None: the rows are text.
+      labels: of a task's rows, batch by batch; the answers are then counted too. None:
+        the rows are text.
       mesh: that the answers' counts are gathered over.
     """
     counts: list[AnswerCounts] = []
@@ -125,7 +127,7 @@ def score(
     sizes = jnp.asarray(token_bytes)
     of_passes = np.zeros((1, 4), np.float64)
     for batch in batches:
-        if slices is None:
+        if labels is None:
             of_batch = batch_sums(model, batch, sizes, objective=objective)
         else:
             of_batch, counted = _sums_and_answers(
@@ -146,7 +148,7 @@ def score(
         bits_per_byte=bits_per_byte(text_nats, text_bytes),
         tokens=int(tokens),
         bytes=round(text_bytes),
-        accuracy=None if slices is None else accuracy(counts, slices),
+        accuracy=None if labels is None else accuracy(counts, labels),
         passes=tuple(
             bits_per_byte(float(part[2]), float(part[3])) for part in of_passes
         )

@@ -28,6 +28,7 @@ class Row:
       seed: of what was drawn; None: nothing was.
       version: of the task.
       package: that defines the task or has its data, with its version.
+      floor: of a task's accuracy: the best answer without matching keys.
       settings: what else makes the figure another one: examples shown, tokens a row.
     """
 
@@ -41,6 +42,7 @@ class Row:
     seed: int | None = None
     version: str | None = None
     package: str | None = None
+    floor: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -102,12 +104,13 @@ def markdown(rows: Iterable[Row]) -> str:
     ]
     for row in newest.values():
         error = "" if row.stderr is None else f"{row.stderr:.4f}"
+        floor = "" if row.floor is None else f" (floor {row.floor:.4f})"
         version = ", ".join(
             part for part in (row.version and f"v{row.version}", row.package) if part
         )
         lines.append(
-            f"| {row.task} | {row.metric} | {row.value:.4f} | {error} | {row.n:,} | "
-            f"{row.step} | {_settings(row)} | {version} |"
+            f"| {row.task} | {row.metric} | {row.value:.4f}{floor} | {error} | "
+            f"{row.n:,} | {row.step} | {_settings(row)} | {version} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -307,8 +307,11 @@ class _Loop:
         except _Interrupted:
             self.cut_short = True
             return
+        note = self._floor_note(step, score)
         self.score = score
         self.progress.say(f"step {step}: {score.sentence()}")
+        if note is not None:
+            self.progress.say(note)
         if self.writer is not None:
             self.writer.write(step, "validation", score.metrics())
         try:
@@ -316,6 +319,22 @@ class _Loop:
         finally:  # Whatever drawing samples may meet, the step is on disk.
             self._save_if_sound(state, step, score.loss)
         host.give_back_freed_memory()
+
+    def _floor_note(self, step: int, score: Score) -> str | None:
+        """Says that a task's accuracy has not left its floor, or None."""
+
+        def at_floor(score: Score | None) -> bool:
+            if score is None or score.accuracy is None:
+                return False
+            return score.accuracy.is_at_floor(score.tokens)
+
+        last = step == self.experiment.training.steps
+        if not (at_floor(score) and (last or at_floor(self.score))):
+            return None
+        return (
+            f"step {step}: the accuracy is still at the task's floor, which needs no "
+            "recall: train longer, or see the settings that learn in docs/tasks.md"
+        )
 
     def _save_if_sound(
         self, state: TrainState, step: int, loss: float | None = None

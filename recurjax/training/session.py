@@ -222,7 +222,7 @@ class Session:
                     token_bytes=token_bytes,
                     objective=self.experiment.objective,
                     between=between,
-                    slices=self.dataset.slices("validation", batch=rows),
+                    labels=self.dataset.labels("validation", batch=rows),
                     mesh=self.mesh,
                 )
         finally:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recurjax.data.tasks import RowLabels
 from recurjax.evaluation import accuracy as room
 from recurjax.evaluation.accuracy import accuracy, count_answers
 from recurjax.layers.attention import AttentionConfig
@@ -48,11 +49,11 @@ def likeliest_by_hand(model, ids) -> np.ndarray:
     return np.asarray(logits).argmax(-1)
 
 
-SLICES = [[{"pairs": 2 + row % 2} for row in range(B)]]
+LABELS = [[RowLabels({"pairs": 2 + row % 2}, 0.25 + row) for row in range(B)]]
 
 
 def test_shares_are_those_of_a_loop(model, batch):
-    got = accuracy([count_answers(model, batch)], SLICES)
+    got = accuracy([count_answers(model, batch)], LABELS)
     best, targets = likeliest_by_hand(model, batch.ids), np.asarray(batch.targets)
     right = [
         (row, t, int(targets[row, t]), targets[row, t] == best[row, t])
@@ -77,7 +78,12 @@ def test_shares_are_those_of_a_loop(model, batch):
         assert got.slices[f"pairs={value}"] == mine
         asked = sum(2 + row % 2 == value for row, *_ in right)
         assert got.answers[f"pairs={value}"] == asked
+        # Rows 0, 2, 4 and 1, 3: the last asks nothing.
+        floor = sum(0.25 + row for row in range(B - 1) if 2 + row % 2 == value)
+        assert got.slice_floors[f"pairs={value}"] == floor / asked
+    assert got.floor == sum(0.25 + row for row in range(B - 1)) / len(right)
     assert got.positions[0] is None
+    assert got.positions[3] is not None
     np.testing.assert_allclose(
         got.positions[3], share(r for _, t, _, r in right if t == 3)
     )
@@ -86,15 +92,15 @@ def test_shares_are_those_of_a_loop(model, batch):
 def test_batches_add_up(model, batch):
     parts = [Batch(batch.ids[r], batch.targets[r]) for r in (slice(0, 2), slice(2, 6))]
     counts = [count_answers(model, part) for part in parts]
-    whole = accuracy([count_answers(model, batch)], SLICES)
-    added = accuracy(counts, [SLICES[0][:2], SLICES[0][2:]])
+    whole = accuracy([count_answers(model, batch)], LABELS)
+    added = accuracy(counts, [LABELS[0][:2], LABELS[0][2:]])
     assert added.metrics() == whole.metrics() and added.rows == whole.rows
     assert added.positions == whole.positions
 
 
 def test_slices_stand_in_the_order_of_their_numbers(model, batch):
-    slices = [[{"pairs": (512, 64, 128)[row % 3]} for row in range(B)]]
-    got = accuracy([count_answers(model, batch)], slices)
+    labels = [[RowLabels({"pairs": (512, 64, 128)[row % 3]}, 0.0) for row in range(B)]]
+    got = accuracy([count_answers(model, batch)], labels)
     assert list(got.slices) == ["pairs=64", "pairs=128", "pairs=512"]
 
 
@@ -108,4 +114,4 @@ def test_few_logits_at_a_time_find_the_same_tokens(model, batch, monkeypatch):
 def test_nothing_asked_is_an_error(model, batch):
     empty = Batch(batch.ids, jnp.full_like(batch.targets, IGNORED))
     with pytest.raises(ValueError, match="no row asks anything"):
-        accuracy([count_answers(model, empty)], SLICES)
+        accuracy([count_answers(model, empty)], LABELS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.position import LearnedPositions
 from recurjax.training.loop import train
-from recurjax.training.run import load_run
+from recurjax.training.run import RunDirectory, load_run
 from tests.cli.commands import assert_refused, recurjax
 from tests.training.run_contents import assert_same_run, metrics
 from tests.training.tiny_experiment import changed
@@ -40,6 +41,15 @@ def test_metrics_have_accuracies_and_no_bits_a_byte(run):
     for row in rows:
         assert 0 <= row["sequence_accuracy"] <= row["accuracy"] <= 1
         assert 0 <= row["class_accuracy"] <= 1 and "bits_per_byte" not in row
+        assert 0.2 < row["accuracy_floor"] < 0.5
+
+
+def test_the_log_says_that_nothing_is_recalled_yet(run):
+    log = RunDirectory(run).log.read_text()
+    assert "(floor 0." in log
+    # Twelve steps teach nothing: said from the second evaluation on.
+    said = re.findall(r"step (\d+): the accuracy is still at the task's floor", log)
+    assert said == ["8", "12"]
 
 
 def test_a_run_in_two_parts_is_the_same_run(run, tmp_path):

@@ -76,7 +76,8 @@ def prepare_task(options: EvaluateTask) -> Measure:
             evaluator = evaluator_of(options, loaded, mesh, journal, options.length)
             scores = generated_chains(evaluator, data)
             row = _chain_row(options, loaded, data, scores, sizes)
-            return {"task": options.task, SCORE: row.value, "rows": row.n}, [row]
+            figures = {SCORE: row.value, f"{SCORE}_floor": row.floor, "rows": row.n}
+            return {"task": options.task, **figures}, [row]
         _check_fits(options, loaded, data.task)
         return _test(options, loaded, mesh, data, sizes)
 
@@ -152,7 +153,7 @@ def _test(
                 mesh=mesh,
             )
         rows.append(_chain_row(options, loaded, data, scores, sizes))
-        report[SCORE] = rows[-1].value
+        report |= {SCORE: rows[-1].value, f"{SCORE}_floor": rows[-1].floor}
     # One of several processes draws the picture.
     if options.plot is not None and jax.process_index() == 0:
         accuracy = report["accuracy"]
@@ -189,6 +190,7 @@ def _chain_row(
     scores: list[float],
     sizes: dict[str, Any],
 ) -> Row:
+    assert isinstance(data.task, HashHop)
     # The score is a mean over rows, so it has an error.
     mean, error = mean_and_error(scores)
     return Row(
@@ -198,6 +200,7 @@ def _chain_row(
         value=mean,
         stderr=error,
         n=len(scores),
+        floor=data.task.chain_floor(),
         limit=options.limit,
         seed=data.seed,
         settings={"length": data.task.longest("validation"), **sizes},

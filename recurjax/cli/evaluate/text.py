@@ -277,7 +277,7 @@ def score_rows(source: RowSource, loaded: LoadedRun, mesh: Mesh | None) -> Figur
                 token_bytes=source.dataset.token_bytes,
                 objective=objective,
                 between=lambda: done(1),
-                slices=source.dataset.slices(source.split, batch=source.batch),
+                labels=source.dataset.labels(source.split, batch=source.batch),
                 mesh=mesh,
             )
 
@@ -346,7 +346,10 @@ def _score_rows(
     result: Score, name: str, settings: dict[str, Any], step: int
 ) -> list[Row]:
     rows = []
+    floors = {} if result.accuracy is None else result.accuracy.floors()
     for metric, value in result.metrics().items():
+        if metric == "accuracy_floor":  # stands next to the accuracy
+            continue
         error, n = None, result.tokens
         if result.accuracy is not None and metric == "sequence_accuracy":
             # Of entire rows: the number of rows is what the error depends on.
@@ -362,6 +365,7 @@ def _score_rows(
                 value=value,
                 stderr=error,
                 n=n,
+                floor=floors.get(metric),
                 settings=settings,
             )
         )

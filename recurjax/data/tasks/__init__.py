@@ -12,7 +12,7 @@ from recurjax.data.tasks.mad import (
 )
 from recurjax.data.tasks.mqar import Mqar, Setting
 from recurjax.data.tasks.needles import Needles
-from recurjax.data.tasks.rows import Split, TaskRow, row_of
+from recurjax.data.tasks.rows import RowLabels, Split, TaskRow, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Memorization",
     "Mqar",
     "Needles",
+    "RowLabels",
     "TaskRow",
     "SelectiveCopying",
     "Setting",

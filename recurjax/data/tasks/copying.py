@@ -8,10 +8,12 @@ whose state has a fixed size cannot copy strings that hold more bits than it.
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
-from recurjax.data.tasks.rows import Split, TaskRow, asked_at
+from recurjax.data.tasks.rows import Split, TaskRow, asked_at, most
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, check_ranges
+from recurjax.types import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +92,19 @@ class Copy:
         # Only there does a row have one length of string.
         slices = {"string": size} if split == "validation" else {}
         return TaskRow(ids, asked_at(ids, probed), {"length": self.length, **slices})
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """The most frequent of the letters that are left, whatever their order."""
+        result, left = np.zeros(len(row.ids)), []
+        # From the end of each copy to its beginning: the mark of the end is certain,
+        # because no letter is left.
+        for place in np.flatnonzero(row.targets != IGNORED)[::-1]:
+            if row.targets[place] >= self.letters:
+                result[place], left = 1.0, []
+                continue
+            left.append(int(row.targets[place]))
+            result[place] = most(left) / len(left)
+        return result
 
     def _lengths(self, split: str) -> tuple[int, int]:
         train = self.shortest, self.longest_string

@@ -29,7 +29,7 @@ from recurjax.data.tasks.mad import (
 )
 from recurjax.data.tasks.mqar import Mqar, Setting
 from recurjax.data.tasks.needles import Needles
-from recurjax.data.tasks.rows import Split, TaskRow, row_of
+from recurjax.data.tasks.rows import RowLabels, Split, TaskRow, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
 from recurjax.errors import UserError
@@ -146,21 +146,24 @@ class TaskDataset:
         # Long enough for either: a test may ask for longer rows than training's.
         return max(length, self.config.task.longest("validation"))
 
-    def slices(self, split: Split, *, batch: int) -> Iterator[list[dict[str, int]]]:
-        """Yields what the rows of each batch in order are told apart by."""
-        if split not in self._slices:
+    def labels(self, split: Split, *, batch: int) -> Iterator[list[RowLabels]]:
+        """Yields the labels of each batch's rows, in order."""
+        if split not in self._labels:
             # A test has an end; `loader` refuses the others.
             count = self.count(split)
             assert count is not None
             rows = (self.row(split, number) for number in range(count))
-            self._slices[split] = [row.slices for row in rows]
-        known = self._slices[split]
+            self._labels[split] = [
+                RowLabels(row.slices, float(self.config.task.chances(row).sum()))
+                for row in rows
+            ]
+        known = self._labels[split]
         for first in range(0, len(known), batch):
             yield known[first : first + batch]
 
     @cached_property
-    def _slices(self) -> dict[Split, list[dict[str, int]]]:
-        """What `slices` found: rows are not made again for it in each evaluation."""
+    def _labels(self) -> dict[Split, list[RowLabels]]:
+        """A cache of `labels`: an evaluation does not make the rows again for them."""
         return {}
 
     def loader(

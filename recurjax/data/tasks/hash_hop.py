@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-from recurjax.data.tasks.rows import Split, TaskRow
+from recurjax.data.tasks.rows import Split, TaskRow, most
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, check_ranges
 from recurjax.types import IGNORED
@@ -124,6 +125,27 @@ class HashHop:
         # Targets stand one place before the token that they ask for.
         targets[first - 1 : len(text) - 1] = ids[first : len(text)]
         return TaskRow(ids, targets, {"length": self.length, "hops": self.hops})
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """A name's most frequent continuation among the names on the right of pairs."""
+        result, name = np.zeros(len(row.ids)), ""
+        text = bytes(row.ids.astype(np.uint8)).decode()
+        lines = text[: text.index(BAR)].splitlines()
+        names = [line.split(" = ")[1] for line in lines]
+        for place in np.flatnonzero(row.targets != IGNORED):
+            letter = chr(int(row.targets[place]))
+            if not letter.isalpha():  # a separator, whose place is known
+                result[place], name = 1.0, ""
+                continue
+            left = [other[len(name)] for other in names if other.startswith(name)]
+            result[place] = most(left) / len(left)
+            name += letter
+        return result
+
+    def chain_floor(self) -> float:
+        """Returns the floor of the score: each element is one of the pairs' right."""
+        p, said = 1 / self.pairs, self.hops if self.thoughts else 1
+        return sum(p**hop for hop in range(1, said + 1)) / said
 
     def _elements(self) -> int:
         # A chain of n pairs has n + 1 elements, each the end of one pair and the start

@@ -8,14 +8,23 @@ Departs from the public generator: blanks of selective copying are placed by the
 own random stream (there, by the process' global one), and no row is in both splits.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
-from recurjax.data.tasks.rows import Split, TaskRow, asked_at, next_token_targets
+from recurjax.data.tasks.rows import (
+    Split,
+    TaskRow,
+    asked_at,
+    chance_of_most_frequent,
+    most,
+    next_token_targets,
+)
 from recurjax.errors import UserError
 from recurjax.ranges import (
     NonNegativeInt,
@@ -109,6 +118,22 @@ class InContextRecall(_Mad):
         targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
         return self._row(ids, targets)
 
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """The value that came most often before; the key is as likely any before it."""
+        half, result = (self.vocabulary - self.noise_vocabulary) // 2, row.ids * 0.0
+        values: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for place in range(0, len(row.ids), 2):
+            key, value = row.ids[place : place + 2].tolist()
+            if key >= half:  # noise
+                continue
+            if row.targets[place] != IGNORED and key in values:
+                guess = counts.most_common(1)[0][0]
+                result[place] = list(values.values()).count(guess) / len(values)
+            values[key] = value
+            counts[value] += 1
+        return result
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FuzzyRecall(_Mad):
@@ -181,6 +206,33 @@ class FuzzyRecall(_Mad):
         targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
         return self._row(ids, targets)
 
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """The most frequent continuation of the answer so far among earlier values."""
+        half, result = (self.vocabulary - 1) // 2, np.zeros(len(row.ids))
+        values: list[list[int]] = []
+        current: list[int] = []
+        for place, token in enumerate(row.ids.tolist()):
+            if half <= token < self.vocabulary - 1:
+                current.append(token)
+            elif current:
+                values.append(current)
+                current = []
+            if row.targets[place] != IGNORED:
+                best = _continuations(values, current)
+                right = int(row.targets[place]) in best
+                result[place] = right / len(best) if right else 0.0
+        return result
+
+
+def _continuations(values: Sequence[Sequence[int]], prefix: Sequence[int]) -> list[int]:
+    """Returns the most frequent tokens after a prefix of a value, else of any value."""
+    n = len(prefix)
+    counts = Counter(value[n] for value in values if value[:n] == prefix and value[n:])
+    if not counts:
+        counts = Counter(x for value in values for x in value if x not in prefix)
+    most_often = max(counts.values(), default=0)
+    return [token for token, count in counts.items() if count == most_often]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memorization(_Mad):
@@ -213,6 +265,11 @@ class Memorization(_Mad):
         ids[0::2] = keys[chosen]
         targets[1::2] = values[chosen]
         return self._row(ids, targets)
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """Any of the map's values."""
+        _, values = key_value_map(self.vocabulary - 1, self.map_seed)
+        return np.where(row.targets != IGNORED, 1 / len(values), 0.0)
 
 
 @lru_cache(maxsize=16)
@@ -265,6 +322,10 @@ class SelectiveCopying(_Mad):
         targets[-N:] = tokens
         return self._row(ids, targets)
 
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """The most frequent of the tokens, whatever their order."""
+        return chance_of_most_frequent(row)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compression(_Mad):
@@ -282,6 +343,11 @@ class Compression(_Mad):
         ids = rng.integers(self.vocabulary - 1, size=self.length)
         ids[-1] = self.vocabulary - 1
         return self._row(ids, ids)
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """The most frequent of the tokens; the last is the mark of the end."""
+        share = most(row.ids[:-1].tolist()) / (len(row.ids) - 1)
+        return np.append(np.full(len(row.ids) - 1, share), 1.0)
 
 
 def _name(task: object) -> str:

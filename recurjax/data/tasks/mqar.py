@@ -7,8 +7,9 @@ once among the pairs and once as a query, at a gap that follows a power law.
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
-from recurjax.data.tasks.rows import Split, TaskRow
+from recurjax.data.tasks.rows import Split, TaskRow, chance_of_most_frequent
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import IGNORED
@@ -115,6 +116,10 @@ class Mqar:
         if self.random_non_queries:
             ids[free] = rng.integers(self.vocabulary, size=int(free.sum()))
         return TaskRow(ids, targets, {"length": length, "pairs": pairs})
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """Any of the row's values, each of which is asked once."""
+        return chance_of_most_frequent(row)
 
     def _settings(self, split: Split) -> tuple[Setting, ...]:
         return self.train if split == "train" else self.validation

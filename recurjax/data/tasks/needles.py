@@ -9,8 +9,9 @@ of a fixed size must keep all needles.
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
-from recurjax.data.tasks.rows import Split, TaskRow
+from recurjax.data.tasks.rows import Split, TaskRow, chance_of_most_frequent
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, check_ranges
 from recurjax.types import IGNORED
@@ -80,3 +81,7 @@ class Needles:
         return TaskRow(
             ids.astype(np.int32), targets, {"length": self.length, "needles": N}
         )
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """The value that most needles have."""
+        return chance_of_most_frequent(row)

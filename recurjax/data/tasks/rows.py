@@ -5,10 +5,12 @@ file holds them.
 """
 
 import hashlib
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
@@ -38,6 +40,18 @@ class TaskRow(NamedTuple):
     slices: dict[str, int]
 
 
+class RowLabels(NamedTuple):
+    """What an accuracy knows of a row.
+
+    Attributes:
+      slices: as a `TaskRow`'s.
+      floor: how many of the row's answers are right by chance: see `Task.chances`.
+    """
+
+    slices: dict[str, int]
+    floor: float
+
+
 @runtime_checkable
 class Task(Protocol):
     """What a family of rows is; the members are frozen dataclasses."""
@@ -57,6 +71,15 @@ class Task(Protocol):
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         """Draws row `number` of a split; its class may depend on the number."""
+        ...
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """Returns how likely the best answer that matches no key is right, by place.
+
+        Such an answer knows what the row holds, but not which value belongs to which
+        key, nor where a token was. Its mean over a test is the task's floor: accuracies
+        up to it say nothing about recall. It is 0 where nothing is asked.
+        """
         ...
 
 
@@ -86,6 +109,18 @@ def held_out(ids: Int32[np.ndarray, " T"]) -> bool:
     # Little-endian 32 bits whatever the machine: the hash decides the split for all.
     digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % HELD_OUT == 0
+
+
+def most(items: Iterable[Hashable]) -> int:
+    """Returns how often the most frequent item comes."""
+    return max(Counter(items).values())
+
+
+def chance_of_most_frequent(row: TaskRow) -> Float[np.ndarray, " T"]:
+    """Returns the chances of the answer that the row asks most often."""
+    asked = row.targets != IGNORED
+    share = most(row.targets[asked].tolist()) / asked.sum()
+    return np.where(asked, share, 0.0)
 
 
 def next_token_targets(tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:

@@ -11,7 +11,7 @@ from itertools import permutations
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
 from recurjax.data.tasks.rows import Split, TaskRow
 from recurjax.ranges import PositiveInt, RangeChecks
@@ -59,6 +59,12 @@ class StateTracking(RangeChecks):
             state = table[element, state]
             states[t] = state
         return TaskRow(ids, states, {"length": len(ids)})
+
+    def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
+        """Any element; the first product is the first element."""
+        result = np.full(len(row.ids), 1 / self.vocabulary)
+        result[0] = 1.0
+        return result
 
 
 @lru_cache(maxsize=3)

@@ -60,6 +60,9 @@ def test_a_run_trained_on_a_task_is_tested_on_its_own(recalling, tmp_path):
     # A slice's figure is known by its own answers.
     assert [kept[f"accuracy/pairs={n}"].n for n in (2, 4)] == [8, 16]
     assert kept["accuracy"].n == 24
+    # Of 4 x 2 and 4 x 4 answers a value of the row is right for each row once.
+    assert [kept[f"accuracy/pairs={n}"].floor for n in (2, 4)] == [0.5, 0.25]
+    assert kept["accuracy"].floor == got["accuracy"]["floor"] == 8 / 24
 
 
 def test_any_run_reads_a_task_of_a_fitting_vocabulary(finished):
