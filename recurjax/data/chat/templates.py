@@ -1,18 +1,20 @@
-"""Conversations as tokens: chat templates in a sandbox, and what a user may not say.
+"""Conversations as tokens: chat templates, and what a user may not say.
 
-A template is a program that came with a model: it runs in jinja2's sandbox. It writes
-names of special tokens between the messages; a user who types such a name has typed
-text, so names are told apart by who wrote them and not by how they look.
+A template is a program that came with a model: it runs in jinja2's sandbox, in a
+process with limits. It writes names of special tokens between the messages; a user who
+types such a name has typed text, so names are told apart by who wrote them and not by
+how they look.
 """
 
-import datetime
-import functools
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recurjax.data.chat.process import TemplateProcess
+from recurjax.data.chat.program import CLOSED, OPENED
 from recurjax.data.tokenizers import (
     Tokenizer,
     read_template,
@@ -20,15 +22,14 @@ from recurjax.data.tokenizers import (
 )
 from recurjax.errors import UserError
 
-_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError)
-"""What a template that is no good for these messages raises, beside jinja2's own."""
 MARK = "\U0010fffd"
 """Private use: stands before names that are tokens, in a text that is encoded later."""
-_OPENED, _CLOSED = "\U0010fffb", "\U0010fffc"
-"""Private use: stand around what the model generates, by the template's own marks."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST_MARK = 0x100000
 """Private use: the first of the characters that stand for names in a user's text."""
+
+
+_PROCESS = TemplateProcess()
 
 
 class ChatTemplate:
@@ -43,20 +44,10 @@ class ChatTemplate:
         Raises:
           UserError: jinja2 is not installed, or the template does not compile.
         """
-        try:
-            from jinja2.exceptions import TemplateError  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError(
-                "chat templates need jinja2: pip install recurjax[serve]"
-            ) from error
         self.source = source
         self._marks_answers = bool(_GENERATION.search(source))
-        self._error = TemplateError
         self._tokens = {name: text for name, text in (tokens or {}).items() if text}
-        try:
-            self._template = _environment().from_string(source)
-        except TemplateError as error:
-            raise UserError(f"the chat template does not compile: {error}") from error
+        _PROCESS.render(source)
 
     def render(
         self,
@@ -78,33 +69,15 @@ class ChatTemplate:
         Raises:
           UserError: the template refuses the conversation, or fails.
         """
-        text = self._rendered(
-            messages,
-            answer=answer,
-            variables={**(options or {}), "tools": tools, "documents": documents},
-        )
-        return text.replace(_OPENED, "").replace(_CLOSED, "")
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        answer: bool,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Writes a conversation, with `_OPENED` and `_CLOSED` around generations."""
-        # Without any, both are None: a template may ask whether they are defined.
-        given = {"tools": None, "documents": None, **self._tokens, **(variables or {})}
-        try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=answer,
-                **given,
+        return "".join(
+            str(part)
+            for part in self._parts(
+                messages,
+                {},
+                answer=answer,
+                variables={**(options or {}), "tools": tools, "documents": documents},
             )
-        except _Refused as error:
-            raise UserError(f"the chat template refuses: {error}") from error
-        except (self._error, *_FAILURES) as error:
-            raise UserError(f"the chat template fails: {error}") from error
+        )
 
     def encode(
         self,
@@ -136,14 +109,49 @@ class ChatTemplate:
           variables: `tools`, `documents` and whatever else the template reads.
         """
         guarded = self.guarded(tokenizer)
+        return self._parts(messages, guarded, answer=answer, variables=variables)
+
+    def _parts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        guarded: Mapping[str, int],
+        *,
+        answer: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> list[str | int]:
         # Names in the messages are hidden while the template writes its own, which
         # alone become tokens; then they are shown again, as text.
-        marks = _marks(guarded, messages)
-        rendered = self._rendered(
-            _hidden_in(messages, marks), answer=answer, variables=variables
-        )
-        text = rendered.replace(_OPENED, "").replace(_CLOSED, "")
+        marks = _marks(guarded, [messages, variables])
+        values = self._values(messages, marks, answer=answer, variables=variables)
+        [rendered] = _PROCESS.render(self.source, [values], marks=marks)
+        text = rendered.replace(OPENED, "").replace(CLOSED, "")
         return _parts(text, guarded, marks)
+
+    def _values(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        marks: Mapping[str, str],
+        *,
+        answer: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the template's variables.
+
+        Names are hidden in whatever comes with a conversation: contents, roles, the
+        arguments of tools and their results, and what the template is given besides.
+        """
+        return {
+            # Without any, both are None: a template may ask whether they are defined.
+            "tools": None,
+            "documents": None,
+            **self._tokens,
+            **{k: _hidden_in(v, marks) for k, v in (variables or {}).items()},
+            "messages": [
+                {role: _hidden_in(value, marks) for role, value in message.items()}
+                for message in messages
+            ],
+            "add_generation_prompt": answer,
+        }
 
     def guarded(self, tokenizer: Tokenizer) -> dict[str, int]:
         """Returns the tokens that only the template may write, by their names.
@@ -170,35 +178,43 @@ class ChatTemplate:
         """
         guarded = self.guarded(tokenizer)
         marks = _marks(guarded, messages)
-        hidden = _hidden_in(messages, marks)
-        stretches = self._marked(hidden) if self._marks_answers else self._cut(hidden)
+        cut = self._marked if self._marks_answers else self._cut
         return [
-            Turn(_parts(text, guarded, marks), says=says) for text, says in stretches
+            Turn(_parts(text, guarded, marks), says=says)
+            for text, says in cut(messages, marks)
         ]
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], marks: Mapping[str, str]
+    ) -> list[tuple[str, bool]]:
         """Cuts at the template's own marks; what follows the last answer is dropped."""
         stretches: list[tuple[str, bool]] = []
-        before, *rest = self._rendered(messages, answer=False).split(_OPENED)
+        values = self._values(messages, marks, answer=False)
+        [text] = _PROCESS.render(self.source, [values], marks=marks)
+        before, *rest = text.split(OPENED)
         if not rest:
             raise UserError(
                 "the chat template marks what the model generates, but nothing of this "
                 "conversation"
             )
         for piece in rest:
-            said, after = piece.split(_CLOSED, 1)
+            said, after = piece.split(CLOSED, 1)
             stretches += [(before, False), (said, True)]
             before = after
         return stretches
 
-    def _cut(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+    def _cut(
+        self, messages: Sequence[Mapping[str, Any]], marks: Mapping[str, str]
+    ) -> list[tuple[str, bool]]:
+        values = []
+        for n, message in enumerate(messages):
+            if message["role"] == "assistant":
+                values.append(self._values(messages[:n], marks, answer=True))
+                values.append(self._values(messages[: n + 1], marks, answer=False))
+        texts = iter(_PROCESS.render(self.source, values, marks=marks))
         stretches: list[tuple[str, bool]] = []
         before = ""
-        for n, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            opened = self._rendered(messages[:n], answer=True)
-            closed = self._rendered(messages[: n + 1], answer=False)
+        for opened, closed in zip(texts, texts, strict=True):
             if not opened.startswith(before) or not closed.startswith(opened):
                 raise UserError(
                     "the chat template writes the beginning of a conversation "
@@ -294,120 +310,90 @@ def compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(source, tokens=tokenizer.names)
 
 
-def _marks(
-    named: Mapping[str, int], messages: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:
-    """Returns characters of no message, for the names that messages contain."""
-    whole = "".join(
-        text
-        for message in messages
-        for text in message.values()
-        if isinstance(text, str)
+def _marks(named: Mapping[str, int], values: Any) -> dict[str, str]:
+    """Returns characters of no text, one for each character of a name that texts have.
+
+    Raises:
+      UserError: the texts leave no such characters.
+    """
+    whole = "".join(_texts(values))
+    names = sorted(
+        # What stands around generations is the template's alone too.
+        (name for name in (*named, OPENED, CLOSED) if name in whole),
+        key=len,
+        reverse=True,
     )
-    present = sorted((name for name in named if name in whole), key=len, reverse=True)
+    used = set(whole) if names else set()
     free = (
-        chr(code) for code in range(_FIRST_MARK, ord(_OPENED)) if chr(code) not in whole
+        character
+        for character in map(chr, range(_FIRST_MARK, ord(OPENED)))
+        if character not in used and _escaped(character) not in whole
     )
-    return dict(zip(present, free, strict=False))
+    marks = {name: "".join(itertools.islice(free, len(name))) for name in names}
+    if any(len(name) != len(mark) for name, mark in marks.items()):
+        raise UserError(
+            "a conversation has too many characters of Unicode's last private plane, "
+            "which mark names of special tokens: leave some of them out"
+        )
+    return marks
 
 
-def _hidden_in(
-    messages: Sequence[Mapping[str, Any]], marks: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            role: _hidden(text, marks) if isinstance(text, str) else text
-            for role, text in message.items()
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _texts(key)
+            yield from _texts(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value)
+
+
+def _hidden_in(value: Any, marks: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for name, mark in marks.items():  # the longest first: one may contain another
+            value = value.replace(name, mark)
+        return value
+    if isinstance(value, Mapping):
+        return {
+            _hidden_in(key, marks): _hidden_in(item, marks)
+            for key, item in value.items()
         }
-        for message in messages
-    ]
+    if isinstance(value, list | tuple):
+        return [_hidden_in(item, marks) for item in value]
+    return value
+
+
+def _escaped(character: str) -> str:
+    """Returns what a template writes of it as JSON of ASCII alone."""
+    return json.dumps(character)[1:-1]
 
 
 def _parts(
     rendered: str, named: Mapping[str, int], marks: Mapping[str, str]
 ) -> list[str | int]:
     """Tells names that the template wrote from text, and shows what was hidden."""
-    shown = {mark: name for name, mark in marks.items()}
+    shown = {
+        form: letter
+        for name, mark in marks.items()
+        for letter, character in zip(name, mark, strict=True)
+        for form in (character, _escaped(character))
+    }
+    hidden = _any_of(shown) or "(?!)"  # which nothing matches
     parts: list[str | int] = []
     for part in _split(rendered, named):
         if part in named:
             parts.append(named[part])
         elif part:
-            parts.append("".join(shown.get(character, character) for character in part))
+            parts.append(re.sub(hidden, lambda match: shown[match[0]], part))
     return parts
-
-
-def _hidden(text: str, marks: Mapping[str, str]) -> str:
-    for name, mark in marks.items():  # the longest first: one may contain another
-        text = text.replace(name, mark)
-    return text
 
 
 def _split(text: str, named: Mapping[str, int]) -> list[str]:
     return re.split(f"({_any_of(named)})", text) if named else [text]
 
 
-def _any_of(named: Mapping[str, int]) -> str:
+def _any_of(named: Mapping[str, Any]) -> str:
     # The longest first: one name may be the beginning of another.
     return "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
-
-
-@functools.cache
-def _environment() -> Any:
-    """Returns jinja2 as transformers sets it up, for which templates are written."""
-    from jinja2 import nodes  # pyright: ignore[reportMissingImports]
-    from jinja2.ext import Extension  # pyright: ignore[reportMissingImports]
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
-
-    class GenerationBlock(Extension):
-        """`{% generation %}` ... `{% endgeneration %}`: what the model generates."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_mark")
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{_OPENED}{caller()}{_CLOSED}"
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own escapes HTML and sorts keys.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-class _Refused(Exception):
-    """What a template says by raise_exception."""
-
-
-def _refuse(message: str) -> None:
-    raise _Refused(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
