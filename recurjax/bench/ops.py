@@ -87,7 +87,7 @@ class OpBench:
         """Measures both passes of every backend that serves a call here."""
         for shape in self.large if large else self.small:
             call = self.make(shape, dtype)
-            for backend in self._serving(call):
+            for backend in self.serving(call):
                 for what in PASSES:
                     run = call.program(what, implementation=backend)
                     name = f"{self.name}/{backend}/{what}"
@@ -95,7 +95,7 @@ class OpBench:
                     tokens = shape["B"] * shape["T"]
                     yield row(name, shape, dtype, times, tokens=tokens)
 
-    def _serving(self, call: Call) -> Iterator[str]:
+    def serving(self, call: Call) -> Iterator[str]:
         """Yields the backends that serve it on this device, as a call prefers them."""
         for name in self.backends:
             try:

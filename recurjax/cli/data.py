@@ -322,5 +322,6 @@ def _summary(
     return summary + (
         "in an experiment:\n"
         f'    DataConfig(corpus=Prepared(directory="{out}"),\n'
-        f'               tokenizer=TokenizerFile(path="{out}/{TOKENIZER}"))'
+        f'               tokenizer=TokenizerFile(path="{out}/{TOKENIZER}"))\n'
+        f"on the command line:\n    recurjax train quickstart --corpus {out}"
     )

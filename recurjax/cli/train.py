@@ -5,6 +5,7 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def _train(file: str, options: list[str]) -> int:
     # Own options first: what is left are fields of the experiment.
     runs, options = _take_runs(options)
     prog = f"recurjax train {file}"
-    experiment, options = with_own_text(load_experiment(file), options, prog=prog)
-    experiment = override(experiment, options, prog=prog)
+    default, options = with_own_text(load_experiment(file), options, prog=prog)
+    if "--help" in options or "-h" in options:
+        print(_most_used(default))
+    experiment = override(default, options, prog=prog)
+    experiment = _with_fitting_warmup(experiment, default, options)
     if experiment.training.deterministic:
         # An XLA flag, which counts only before devices are looked for.
         flags = os.environ.get("XLA_FLAGS", "")
@@ -87,6 +91,50 @@ def _train(file: str, options: list[str]) -> int:
         "command again to resume"
     )
     return 130 if result.outcome == "interrupted" else 0
+
+
+MOST_USED = (
+    *("name", "training.steps", "training.batch", "training.length"),
+    *("training.accumulation", "optimizer.learning_rate", "schedule.warmup_steps"),
+    *("model.stack.layers", "model.stack.width", "model.dtype", "evaluation.every"),
+    *("mesh.data", "mesh.fsdp", "mesh.tensor"),
+)
+"""Fields that `--help` lists before all others, where the experiment has them."""
+
+
+def _most_used(experiment: Experiment) -> str:
+    lines = ["options used most, with this experiment's values (all of them: below)"]
+    for path in MOST_USED:
+        value: Any = experiment
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        if value is not None:
+            lines.append(f"  --{path.replace('_', '-'):<28} {value}")
+    lines.append("  --corpus FILES, --tokenizer bpe:4096  train on your own text")
+    return "\n".join([*lines, f"  {'--runs DIR':<30} where runs are written", ""])
+
+
+def _with_fitting_warmup(
+    experiment: Experiment, default: Experiment, options: list[str]
+) -> Experiment:
+    """Shortens the warm-up of a run of fewer steps in proportion, unless it is given.
+
+    Args:
+      experiment: the default with the options' values.
+    """
+    steps, full = experiment.training.steps, default.training.steps
+    warmup = experiment.schedule.warmup_steps
+    given = {word.split("=", 1)[0].replace("_", "-") for word in options}
+    if steps >= full or not warmup or "--schedule.warmup-steps" in given:
+        return experiment
+    shorter = round(warmup * steps / full)
+    print(
+        f"{steps} steps instead of {full}: the warm-up is {shorter} steps instead of "
+        f"{warmup} (--schedule.warmup-steps sets it)",
+        file=sys.stderr,
+    )
+    schedule = dataclasses.replace(experiment.schedule, warmup_steps=shorter)
+    return dataclasses.replace(experiment, schedule=schedule)
 
 
 def _train_in_bucket(experiment: Experiment, url: str) -> Any:

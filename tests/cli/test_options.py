@@ -20,8 +20,11 @@ from recurjax.cli.generate.command import GenerateOptions
 from recurjax.cli.options import override, parse
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.serve import ServeOptions
+from recurjax.cli.train import _with_fitting_warmup
 from recurjax.errors import UserError
 from recurjax.ranges import Fraction, PositiveInt, RangeChecks
+from recurjax.run_table import load_experiment
+from tests.cli.commands import recurjax
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
 
@@ -134,3 +137,29 @@ def test_help_names_every_bench():
     folder = Path(variants.__path__[0])
     others = [name for name in BENCHES if not (folder / name).is_dir()]
     assert [name for name in others if f"`{name}`" not in Bench.__doc__] == []
+
+
+def test_fewer_steps_shorten_the_warm_up_in_proportion(capsys):
+    quickstart = load_experiment("quickstart")  # 450 steps, of which 40 warm up
+
+    def warmup(*options):
+        words = list(options)
+        changed = override(quickstart, words, prog="recurjax train quickstart")
+        fitting = _with_fitting_warmup(changed, quickstart, words)
+        return fitting.schedule.warmup_steps
+
+    assert warmup("--training.steps", "45") == 4
+    line = "45 steps instead of 450: the warm-up is 4 steps instead of 40"
+    assert line in capsys.readouterr().err
+    assert warmup("--training.steps=10") == 1
+    assert warmup("--training.steps", "900") == warmup() == 40
+    given = ("--training.steps", "45", "--schedule.warmup_steps", "40")
+    assert warmup(*given) == 40
+
+
+def test_help_begins_with_the_options_used_most():
+    code, out, _ = recurjax("train", "quickstart", "--help")
+    head = " ".join(out.partition("usage:")[0].split())
+    assert code == 0
+    assert "--training.steps 450 " in head and "--optimizer.learning-rate 0.01 " in head
+    assert "--corpus FILES" in head and "--training.spikes" not in head

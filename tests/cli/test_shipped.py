@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import recurjax as package
 from recurjax.cli import doctor
+from recurjax.cli.new import source_of
 from recurjax.errors import UserError
 from recurjax.experiment import (
     FieldChange,
@@ -18,7 +20,12 @@ from recurjax.experiment import (
     write_experiment,
 )
 from recurjax.plan import compilers
-from recurjax.run_table import experiments_folder, load_experiment, shipped_experiments
+from recurjax.run_table import (
+    experiments_folder,
+    load_experiment,
+    load_runs,
+    shipped_experiments,
+)
 from recurjax.version import VERSION
 from tests.cli.commands import assert_refused, recurjax
 from tests.training.tiny_experiment import config
@@ -40,15 +47,38 @@ def test_experiments_have_names():
     assert f"{row}  Table 1: perplexity 7.67\n" in rows
 
 
-def test_a_copy_is_a_run_of_its_own(tmp_path, monkeypatch):
+def test_a_new_file_has_the_settings_and_a_name_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = recurjax("new", "mine", "--from", "quickstart")
     assert (code, out) == (0, "recurjax train mine.py\n")
-    mine, theirs = load_experiment("mine.py"), load_experiment("quickstart")
-    assert mine.name == "mine" and mine.model == theirs.model
-    _, out, _ = recurjax("new", "table.py", "--from=rat:shakespeare_rat16")
-    assert out == "recurjax train table.py:shakespeare_rat16\n"
+    assert load_experiment("mine.py") == replace(
+        load_experiment("quickstart"), name="mine"
+    )
+    assert len(Path("mine.py").read_text().splitlines()) < 50
+    _, out, _ = recurjax("new", "row.py", "--from=rat:shakespeare_rat16")
+    assert out == "recurjax train row.py\n"
     assert_refused(recurjax("new", "mine", "--from", "quickstart"), "exists already")
+
+
+@pytest.mark.slow
+def test_every_experiment_written_out_is_the_same_experiment():
+    count = 0
+    for name, file in shipped_experiments().items():
+        if file.name != "runs.py":
+            made = {name: load_experiment(name)}
+        else:
+            made = {
+                f"{name}:{row}": run.make(row) for row, run in load_runs(file).items()
+            }
+        for origin, experiment in made.items():
+            source = source_of(experiment, origin=origin)
+            module: dict = {}
+            exec(compile(source, origin, "exec"), module)  # noqa: S102
+            assert module["config"]() == experiment
+            lines = source.splitlines()[5:]  # names in the docstring may be long
+            assert max(map(len, lines)) <= 88, source
+            count += 1
+    assert count > 300
 
 
 @pytest.mark.parametrize(
@@ -57,8 +87,11 @@ def test_a_copy_is_a_run_of_its_own(tmp_path, monkeypatch):
         (("train", "quickstrat"), "no experiment quickstrat: did you mean quickstart"),
         (("train", "rat:fineweb"), "has no run fineweb"),
         (("new", "mine"), "say what to copy: recurjax new NAME --from quickstart"),
-        (("new", "a-b", "--from", "rat"), "NAME must have letters, digits and _"),
-        (("new", "no/mine", "--from", "rat"), "there is no directory no"),
+        (
+            ("new", "a-b", "--from", "rat:fineweb_4k_rat16"),
+            "NAME must have letters, digits and _",
+        ),
+        (("new", "no/mine", "--from", "quickstart"), "there is no directory no"),
         (("new", "mine", "--of", "rat"), "there is no option --of"),
         (("experiments", "rut"), "there is no experiment rut: did you mean rat"),
         (("doctor", "now"), "recurjax doctor takes no arguments, got now"),
@@ -168,7 +201,7 @@ def test_doctor_and_the_readme_know_every_extra():
     for extra in extras:
         assert f"`{extra}`" in install or f"[{extra}]" in install
     # Of one feature each; a device's, a kernel's and the suite's are no feature.
-    others = {"cuda", "tpu", "notebooks", "emulators", "all", "test"}
+    others = {"cuda", "cuda13", "tpu", "notebooks", "emulators", "all", "test"}
     assert set(doctor._EXTRAS.values()) == set(extras) - others
     for name, extra in doctor._EXTRAS.items():
         assert any(wanted.startswith(f"{name}>") for wanted in extras[extra])

@@ -46,17 +46,6 @@ def test_scaling_writes_a_table_and_a_picture(script, tmp_path):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_the_gpu_s_script_runs_at_its_smallest_here(script, tmp_path):
-    out = tmp_path / "report.json"
-    script("one_gpu").main(["--out", str(out), "--tiny", "--repeats", "1"])
-    report = json.loads(out.read_text())
-    assert 0 < report["errors"]["float32/prefix"] < 1e-4
-    assert all(row["recurrent_ms"] > 0 for row in report["layer_forward"])
-    assert set(report["training_ratio"]) == {"12", "12_wavefront"}
-    assert all(ratio > 0 for ratio in report["training_ratio"].values())
-
-
 def test_the_grid_is_the_papers(script):
     grid = script("c4_grid")
     runs = grid.grid(grid.Options(run="c4_150m_recurrent_12"))

@@ -4,7 +4,7 @@
 
 1. Values and what a backward pass reads, against the definition, at sizes that take 28,
    120 and 131 programs.
-2. One layer forward at the shapes of `one_gpu.py`, next to the paper's milliseconds.
+2. One layer forward at the shapes of `first_gpu.py`, next to the paper's milliseconds.
 
 The kernel's programs wait for one another, so give the command a time limit.
 `--tiny` runs a small case in jax's interpreter, on a CPU.
@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.first_gpu import PAPER_MS, TOLERANCES, drawn
 from experiments.recurrent_transformer.hopper.layer import (
     hopper_layers,
     refusal_of_device,
 )
-from experiments.recurrent_transformer.one_gpu import PAPER_MS, TOLERANCES, drawn
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from recurjax.bench.recurrent_transformer import LARGE
 from recurjax.bench.report import device_name
