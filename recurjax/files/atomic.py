@@ -60,7 +60,9 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Gives a temporary folder, which is renamed to `out` when the block ends well.
 
-    When an error ends the block, the folder is removed.
+    When an error ends the block, the folder is removed. Files in it get at least the
+    process' usual permissions: libraries that write through a temporary file of their
+    own (safetensors) leave them readable to their owner only.
 
     Raises:
       UserError: something other than an empty folder is at `out`.
@@ -72,8 +74,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
         yield aside
+        usual = _usual_mode(aside)
         for folder, _, names in os.walk(aside):
             for name in names:
+                _open_up(Path(folder) / name, usual)
                 _sync(Path(folder) / name)
             _sync_folder(Path(folder))
         os.rename(aside, out)
@@ -127,6 +131,23 @@ def _mode_of(target: Path) -> int | None:
             f"{target} is no regular file and is not replaced: name a file to write"
         )
     return stat.S_IMODE(mode)
+
+
+def _usual_mode(folder: Path) -> int:
+    """Returns the permissions of a new file, which the process' umask decides."""
+    probe = _aside(folder / "mode")
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+
+
+def _open_up(file: Path, usual: int) -> None:
+    mode = stat.S_IMODE(os.lstat(file).st_mode)
+    if not file.is_symlink() and mode | usual != mode:
+        os.chmod(file, mode | usual)
 
 
 def force_to_disk(path: Path) -> None:

@@ -2,10 +2,12 @@
 
 The module is one self-contained file made from the templates in modules/. A variant's
 template defines `build_layers(stack)` and `position_of(stack)`; layers.py comes before
-it and decoder.py after it, and imports between them are dropped.
+it and decoder.py after it, and imports between them are dropped. Two further files make
+it a model of transformers' AutoModelForCausalLM.
 """
 
 import ast
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -30,7 +32,15 @@ from recurjax.convert.loading import load_model
 from recurjax.convert.parity import NotMeasured, Parity
 from recurjax.convert.pieces import Piece
 from recurjax.convert.torch.names import torch_pieces
-from recurjax.data.tokenizers import JsonTokenizer, Tokenizer, load_tokenizer
+from recurjax.data.config import Bytes
+from recurjax.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    byte_level_tokenizer,
+    load_tokenizer,
+    text_ends,
+)
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences
 from recurjax.files.json_files import json_text
@@ -51,7 +61,10 @@ from recurjax.variants.relaxed_recursive_transformer import (
 from recurjax.variants.transformer import TransformerConfig
 
 FORMAT = "recurjax-torch-1"
-MODULE = "modeling_recurjax.py"
+MODULE = "decoder_recurjax.py"
+"""The PyTorch module, which needs no transformers."""
+AUTO_MODULES = ("configuration_recurjax.py", "modeling_recurjax.py")
+"""The files by which transformers loads it."""
 REPORT = "parity.json"
 Check = Parity | NotMeasured
 
@@ -68,8 +81,9 @@ def to_torch(
 ) -> Check:
     """Writes model.safetensors, config.json, the tokenizer and parity.json.
 
-    With format "torch" also `modeling_recurjax.py`, which loads them with torch,
-    safetensors and numpy only; format "hf" is what transformers loads by itself.
+    With format "torch" also `decoder_recurjax.py`, which loads them with torch,
+    safetensors and numpy only, and the two files by which transformers' AutoModel does,
+    with trust_remote_code=True; format "hf" is what transformers loads by itself.
 
     Args:
       run: a loaded run.
@@ -102,6 +116,8 @@ def to_torch(
         if format == "torch":
             pieces = torch_pieces(config)
             (aside / MODULE).write_text(torch_source(config.stack), encoding="utf-8")
+            for name in AUTO_MODULES:
+                shutil.copyfile(_FOLDER / name, aside / name)
         else:
             pieces = hf_pieces(keys["model_type"], model.config)
         write_tensors(model, pieces, aside / SINGLE)
@@ -109,6 +125,9 @@ def to_torch(
         tokenizer = run.tokenizer
         if isinstance(tokenizer, JsonTokenizer):
             tokenizer = tokenizer.restated()
+        if isinstance(tokenizer, ByteTokenizer):
+            # Other software reads bytes as a vocabulary without merges.
+            byte_level_tokenizer(tokenizer).save(aside)
         tokenizer.save(aside)
         parity = (
             _compare(run, aside, format, python, ids, tolerance)
@@ -175,19 +194,41 @@ def _compare(
 
 
 def _config(run: LoadedRun) -> dict[str, Any]:
+    config, ends = run.model.config, text_ends(run.tokenizer)
+    tokenizer = run.tokenizer
     return {
+        "architectures": ["RecurjaxForCausalLM"],
+        "model_type": "recurjax",
+        "auto_map": {
+            "AutoConfig": "configuration_recurjax.RecurjaxConfig",
+            "AutoModelForCausalLM": "modeling_recurjax.RecurjaxForCausalLM",
+        },
+        "dtype": "float32",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.stack.width,
+        "num_hidden_layers": config.stack.layers,
+        "max_position_embeddings": config.max_length or _usual_length(run),
+        # A tied head is the embedding itself, of which there is one tensor.
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
+        "pad_token_id": tokenizer.pad,
         "format": FORMAT,
         "step": run.step,
-        "model": to_json(run.model.config),
+        "model": to_json(config),
         "experiment": to_json(run.experiment),
     }
+
+
+def _usual_length(run: LoadedRun) -> int:
+    # A Hugging Face model names its longest sequence; at least a usual one.
+    return max(run.experiment.training.length, 2048)
 
 
 def _hf_config(run: LoadedRun) -> dict[str, Any]:
     return hf_keys(
         run.model.config,
-        # A Hugging Face model names its longest sequence; at least a usual one.
-        length=max(run.experiment.training.length, 2048),
+        length=_usual_length(run),
         bos=run.tokenizer.bos,
         eos=run.tokenizer.eos,
         pad=run.tokenizer.pad,
@@ -331,7 +372,12 @@ def from_torch(
         raise UserError(
             f"{file}: model and experiment.model differ: {'; '.join(changed)}"
         )
-    tokenizer = load_tokenizer(directory)
+    text = experiment.data.tokenizer
+    tokenizer = (
+        ByteTokenizer(bos=text.bos)
+        if isinstance(text, Bytes)
+        else load_tokenizer(directory)
+    )
     source = open_directory(directory)
     # The tensors' names and shapes come from the model, not from the file.
     model = load_model(config, torch_pieces(config), source, mesh=mesh, report=report)

@@ -24,7 +24,10 @@ from recurjax.data.tokenizers.symbols import Symbols
 from recurjax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
+    from recurjax.data.tokenizers.json_tokenizer import (
+        JsonTokenizer,
+        byte_level_tokenizer,
+    )
 
 __all__ = [
     "ByteTokenizer",
@@ -34,6 +37,7 @@ __all__ = [
     "TextSettings",
     "Tokenizer",
     "build_tokenizer",
+    "byte_level_tokenizer",
     "count_characters",
     "encode_continued",
     "first_token",

@@ -182,8 +182,13 @@ def write_tokenizer_config(
     Args:
       bos_by_name: see `TextSettings`.
     """
-    # transformers asks this file which class reads tokenizer.json.
-    reader = {} if bos_by_name else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    # transformers asks this file which class reads tokenizer.json, and what a model
+    # takes of it: types of tokens, which it makes by default, few do.
+    reader = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    reader = {} if bos_by_name else reader
     write_atomic(folder / CONFIG_FILE, _config_text({**names, **reader}))
 
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from recurjax.data.config import NONE
-from recurjax.data.tokenizers.byte_tokenizer import ByteStream
+from recurjax.data.tokenizers.byte_tokenizer import ByteStream, ByteTokenizer
 from recurjax.data.tokenizers.checkpoint_text import (
     TextSettings,
     read_text_settings,
@@ -63,6 +63,22 @@ def byte_characters() -> tuple[str, ...]:
     others = (value for value in range(256) if value not in printable)
     codes = {value: 256 + number for number, value in enumerate(others)}
     return tuple(chr(codes.get(value, value)) for value in range(256))
+
+
+def byte_level_tokenizer(tokenizer: ByteTokenizer) -> "JsonTokenizer":
+    """Returns a byte tokenizer as a tokenizer.json: 256 tokens and no merges."""
+    vocabulary = {name: value for value, name in enumerate(byte_characters())}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    library.decoder = decoders.ByteLevel()
+    name = NONE
+    if tokenizer.bos is not None:
+        name = _BOS_NAMES[0]
+        # The next id, 256.
+        library.add_special_tokens([name])
+    return JsonTokenizer(library.to_str(), bos=name, eos=name)
 
 
 class JsonTokenizer:

@@ -15,13 +15,16 @@ from layers import (
     Config,
     Mlp,
     State,
+    Tokens,
     attend,
     recalled,
     rotate,
+    rotation,
     visible_keys,
     wide,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def rms(x: Tensor) -> Tensor:
@@ -62,10 +65,10 @@ class MemoryProjection(nn.Module):
 
 
 class Pass:
-    """What the layers see beside x: the same for all, and what lower ones left."""
+    """What the layers see next to x: the same for all, and what lower ones left."""
 
-    def __init__(self, x0: Tensor, ids: Tensor, start: int, memory: Tensor | None):
-        self.x0, self.ids, self.start, self.memory = x0, ids, start, memory
+    def __init__(self, x0: Tensor, tokens: Tokens, memory: Tensor | None):
+        self.x0, self.tokens, self.memory = x0, tokens, memory
         self.pair: tuple[Tensor | None, Tensor | None] = (None, None)
         self.values: Tensor | None = None  # of the first layer
         self.history: list[Tensor] = []  # the outputs of the layers below
@@ -115,16 +118,13 @@ class LatentBlock(nn.Module):
     def forward(self, x: Tensor, seen: Pass, state: State | None) -> Tensor:
         x = self.entered(x, seen)
         q, k, v = self.projected(rms(x), seen)
-        positions = seen.start + torch.arange(x.shape[1], device=x.device)
+        positions = seen.tokens.positions
         rope = {"base": self.stack["rope_base"], "fraction": 1.0}
         # The rotation goes the other way round than usual, and is followed by the norm.
-        q, k = (rms(rotate(side, -positions, rope)) for side in (q, k))
-        k, v = recalled(k, v, state, self.window)
-        keys = (
-            positions[-1] + 1 - k.shape[1] + torch.arange(k.shape[1], device=x.device)
-            # Keys kept in the state end at the newest position.
-        )
-        visible = visible_keys(positions, keys, self.window)
+        turn = rotation(-positions, rope, q.shape[-1])
+        q, k = rms(rotate(q, turn)), rms(rotate(k, turn))
+        k, v, at = recalled(k, v, seen.tokens, state, self.window)
+        visible = visible_keys(positions, at, self.window)
         scale = 1 / math.sqrt(self.stack["head_width"])
         o = self.out(attend(q, k, v, visible=visible, scale=scale).flatten(2))
         x = x + scaled(self.attention_scale, o)
@@ -159,7 +159,7 @@ class LatentBlock(nn.Module):
             channels = self.value_gate.weight.shape[1]
             gate = torch.sigmoid(self.value_gate(a[..., :channels]))[..., None]
             gate = self.stack["value_gate_scale"] * gate
-            v = v + gate * self.heads(self.value_embedding(seen.ids))
+            v = v + gate * self.heads(self.value_embedding(seen.tokens.ids))
         return q, k, v
 
     def injected(
@@ -189,8 +189,12 @@ class LatentBlock(nn.Module):
 class LatentLayers(nn.Module):
     """All layers, and the state of earlier tokens that enters them.
 
-    The last of its states holds `recent`: what the newest tokens left, newest first.
+    The last of its states holds `recent` [B, M, D]: what the last M tokens left, newest
+    first.
     """
+
+    gradient_checkpointing = False
+    """Whether training computes a token's layers again in the backward pass."""
 
     def __init__(self, stack: Config):
         super().__init__()
@@ -214,63 +218,82 @@ class LatentLayers(nn.Module):
     def forward(
         self,
         x: Tensor,
-        ids: Tensor,
-        start: int,
+        tokens: Tokens,
         states: list[State] | None,
         streams: list[Tensor] | None,
     ) -> Tensor:
-        """Runs positions start, start + 1, ...; `streams` gets x after each layer."""
+        """Runs the tokens; `streams` gets x after each layer."""
         if self.stack["memory"] is None:
-            outputs = self.run(x, ids, start, None, states)
+            outputs = self.run(x, tokens, None, states)
         else:
-            # The recurrence needs a state even where the caller keeps none.
-            states = self.new_states() if states is None else states
-            tokens = [
-                self.step(x[:, t : t + 1], ids[:, t : t + 1], start + t, states)
-                for t in range(x.shape[1])
-            ]
-            outputs = [torch.cat(column, dim=1) for column in zip(*tokens, strict=True)]
+            outputs = self.one_by_one(x, tokens, states)
         if streams is not None:
             streams.extend(outputs)
         return outputs[-1]
 
-    def step(
-        self, x: Tensor, ids: Tensor, position: int, states: list[State]
+    def one_by_one(
+        self, x: Tensor, tokens: Tokens, states: list[State] | None
     ) -> list[Tensor]:
-        """Runs one token; its own state (lag 0) takes a pass without memory before."""
+        """Runs a token through all layers, then the next; returns x after each layer.
+
+        The recurrence needs states even where the caller keeps none.
+        """
+        again = self.gradient_checkpointing and self.training and states is None
+        after = self.new_states() if states is None else states
+        columns = []
+        for t in range(x.shape[1]):
+            arguments = (x[:, t : t + 1], tokens.column(t), after)
+            if again:
+                outputs, after = checkpoint(self.step, *arguments, use_reentrant=False)
+            else:
+                outputs, after = self.step(*arguments)
+            columns.append(outputs)
+        if states is not None:
+            for state, new in zip(states, after, strict=True):
+                state.update(new)
+        return [torch.cat(column, dim=1) for column in zip(*columns, strict=True)]
+
+    def step(
+        self, x: Tensor, tokens: Tokens, states: list[State]
+    ) -> tuple[list[Tensor], list[State]]:
+        """Runs one token; returns x after each layer, and the states behind it."""
         memory, nothing = self.stack["memory"], torch.zeros_like(x)
-        recent = states[-1].get("recent", [nothing] * max(memory["lags"]))
+        states = [dict(state) for state in states]
+        recent = states[-1].get("recent", nothing.repeat(1, max(memory["lags"]), 1))
+        entering = recent
         # A token that starts a document sees no memory of the one before.
         if memory["reset_token"] is not None:
-            resets = (ids == memory["reset_token"])[..., None]
-            recent = [state.masked_fill(resets, 0) for state in recent]
-        memories = nothing
+            resets = tokens.ids == memory["reset_token"]
+            entering = recent.masked_fill(resets[..., None], 0)
+        upper = nothing
         if 0 in memory["lags"]:
-            # Its keys and values are not kept.
+            # The token's own upper state takes a pass without memory first, whose keys
+            # and values are not kept.
             aside = [dict(state) for state in states]
-            memories = self.left(self.run(x, ids, position, nothing, aside))
-        line = [memories, *recent]
-        # Lag 0 is the token's own upper state, which takes a pass without memory first.
-        parts = [line[lag] for lag in memory["lags"]]
+            upper = self.left(self.run(x, tokens, nothing, aside))
+        line = torch.cat([upper, entering], dim=1)
+        parts = [line[:, lag : lag + 1] for lag in memory["lags"]]
         if self.lag_logits is not None:
             weights = self.lag_logits.softmax(dim=0)
             parts = [w * part for w, part in zip(weights, parts, strict=True)]
-        outputs = self.run(x, ids, position, sum(parts[1:], parts[0]), states)
+        outputs = self.run(x, tokens, sum(parts[1:], parts[0]), states)
         # Newest first, and no more of them than the largest lag asks for.
-        states[-1]["recent"] = [self.left(outputs), *recent][: len(recent)]
-        return outputs
+        newer = torch.cat([self.left(outputs), entering], dim=1)[:, : recent.shape[1]]
+        if tokens.real is not None:
+            newer = torch.where(tokens.real[..., None], newer, recent)
+        states[-1]["recent"] = newer
+        return outputs, states
 
     def run(
         self,
         x: Tensor,
-        ids: Tensor,
-        start: int,
+        tokens: Tokens,
         memory: Tensor | None,
         states: list[State] | None,
     ) -> list[Tensor]:
         """Makes one pass and returns x after each layer."""
         x = rms(x)
-        seen = Pass(x, ids, start, memory)
+        seen = Pass(x, tokens, memory)
         if self.memory is not None:
             seen.pair = self.memory(memory)
         for layer in range(self.stack["layers"]):

@@ -1,4 +1,4 @@
-"""What several variants share: norms, positions, attention, MLP."""
+"""What several variants share: tokens, norms, attention, MLP, recurrences."""
 
 import math
 from typing import Any
@@ -6,10 +6,67 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Config = dict[str, Any]
-State = dict[str, Any]
-"""What one layer keeps between calls; every row stands at the same position."""
+State = dict[str, Tensor]
+"""What one layer keeps between calls, by name; the rows of the batch come first."""
+
+
+class Tokens:
+    """The tokens of one call. Pads come after a row's tokens and leave no trace.
+
+    Attributes:
+      ids: [B, T].
+      real: [B, T], False at pads; None: there are no pads.
+      positions: [B, T], or [1, T] where all rows agree; 0 at pads.
+      start, end: [B] or [1], the position of each row before the call and after it.
+      first: whether the rows begin with this call.
+      capacity: the positions that a state has room for.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor,
+        start: Tensor,
+        real: Tensor | None,
+        *,
+        first: bool,
+        capacity: int,
+    ):
+        self.ids, self.real, self.first, self.capacity = ids, real, first, capacity
+        self.start = start
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        self.positions = start[:, None] + steps
+        self.end = start + (ids.shape[1] if real is None else real.sum(dim=1))
+        if real is not None:
+            self.positions = self.positions.masked_fill(~real, 0)
+
+    @property
+    def places(self) -> Tensor:
+        """Returns the positions, with -1 at pads."""
+        if self.real is None:
+            return self.positions
+        return self.positions.masked_fill(~self.real, -1)
+
+    def only_real(self, x: Tensor, otherwise: float) -> Tensor:
+        """Puts a number in the place of what pads have in x [B, T, ...]."""
+        if self.real is None:
+            return x
+        pads = ~self.real.reshape(*self.real.shape, *[1] * (x.dim() - 2))
+        return x.masked_fill(pads, otherwise)
+
+    def column(self, t: int) -> "Tokens":
+        """Returns the tokens of one column as a call of their own."""
+        real = None if self.real is None else self.real[:, t : t + 1]
+        before = t if self.real is None else self.real[:, :t].sum(dim=1)
+        return Tokens(
+            self.ids[:, t : t + 1],
+            self.start + before,
+            real,
+            first=self.first and t == 0,
+            capacity=self.capacity,
+        )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -56,28 +113,33 @@ def is_kind(config: Config | None, name: str) -> bool:
     return config is not None and config["type"] == name
 
 
-def rotate(x: Tensor, positions: Tensor, rope: Config) -> Tensor:
-    """Rotates pairs (x[i], x[i + r/2]) of [B, T, H, E] by their positions [T]."""
-    r = int(x.shape[-1] * rope["fraction"])
+def rotation(positions: Tensor, rope: Config, width: int) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine [B, T, 1, r/2] of the angles at positions [B, T]."""
+    r = int(width * rope["fraction"])
     # Frequencies in float64, as the JAX side makes them.
-    dtype = wide(x.dtype)
-    powers = torch.arange(0, r, 2, dtype=torch.float64, device=x.device) / r
-    theta = (rope["base"] ** -powers).to(dtype)
-    angles = positions.to(dtype)[:, None] * theta
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, r/2]
+    theta = [rope["base"] ** (-i / r) for i in range(0, r, 2)]
+    frequencies = torch.tensor(theta, dtype=torch.float32, device=positions.device)
+    angles = positions[..., None] * frequencies
+    return angles.cos()[:, :, None], angles.sin()[:, :, None]
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates pairs (x[i], x[i + r/2]) of [B, T, H, E] by a `rotation`."""
+    cos, sin = turn
+    half = cos.shape[-1]
     # The half-split form: dimension i turns with i + r/2.
-    x1, x2, rest = x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     y1 = (x1 * cos - x2 * sin).to(x.dtype)
     y2 = (x2 * cos + x1 * sin).to(x.dtype)
     return torch.cat([y1, y2, rest], dim=-1)
 
 
 def alibi_bias(heads: int, queries: Tensor, keys: Tensor, config: Config) -> Tensor:
-    """-slope_h |i - j| as [H, T, S], slope_h = 2^(-max_bias (h + 1) / H)."""
-    numbers = torch.arange(1, heads + 1, dtype=torch.float64, device=queries.device)
-    slopes = 2.0 ** (-config["max_bias"] * numbers / heads)
-    distance = (queries[:, None] - keys[None, :]).abs()
-    return (-slopes[:, None, None] * distance).to(torch.float32)
+    """-slope_h |i - j| as [B, H, T, S], slope_h = 2^(-max_bias (h + 1) / H)."""
+    slopes = [2.0 ** (-config["max_bias"] * (h + 1) / heads) for h in range(heads)]
+    distance = (queries[:, None, :, None] - keys[:, None, None, :]).abs()
+    factors = torch.tensor(slopes, dtype=torch.float32, device=queries.device)
+    return -factors[:, None, None] * distance
 
 
 def attend(
@@ -85,49 +147,124 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    visible: Tensor | None,
+    visible: Tensor,
     bias: Tensor | None = None,
     scale: float,
     soft_cap: float | None = None,
 ) -> Tensor:
     """softmax(cap(scale q k) + bias) v for q [B, T, H, E] and k, v [B, S, K, E]."""
-    group = q.shape[2] // k.shape[2]
-    # Each key head serves `group` neighbouring query heads.
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    # Each key head serves H / K neighbouring query heads.
+    q = q.unflatten(2, (k.shape[2], -1))
     # Logits and softmax in at least float32; values are multiplied in their own dtype.
     dtype = wide(q.dtype)
-    logits = torch.einsum("bthe,bshe->bhts", q.to(dtype), k.to(dtype)) * scale
+    logits = torch.einsum("btkge,bske->bkgts", q.to(dtype), k.to(dtype)) * scale
+    logits = logits.flatten(1, 2)
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     # ALiBi comes after the cap: it is no part of what is capped.
     if bias is not None:
-        logits = logits + bias.to(dtype)
-    if visible is not None:
-        logits = logits.masked_fill(~visible, float("-inf"))
-    weights = logits.softmax(dim=-1).to(v.dtype)
-    return torch.einsum("bhts,bshe->bthe", weights, v)
+        logits = logits + bias
+    # Not -inf: a pad may see no key, and its output has to be a number.
+    logits = logits.masked_fill(~visible[:, None], torch.finfo(dtype).min)
+    weights = logits.softmax(dim=-1).to(v.dtype).unflatten(1, (k.shape[2], -1))
+    return torch.einsum("bkgts,bske->btkge", weights, v).flatten(2, 3)
+
+
+def put(buffer: Tensor, slots: Tensor, values: Tensor) -> Tensor:
+    """Writes values [B, T, ...] to slots [B, T] of a buffer [B, S, ...].
+
+    In place, but where gradients are recorded, which need the buffer as it was.
+    """
+    slots = slots.reshape(*slots.shape, *[1] * (values.dim() - 2)).expand_as(values)
+    if torch.is_grad_enabled():
+        return buffer.scatter(1, slots, values)
+    return buffer.scatter_(1, slots, values)
+
+
+def room(state: State, name: str, size: int, like: Tensor, fill: int = 0) -> Tensor:
+    """Returns a state's buffer [B, size + 1, ...] for what is `like` [B, T, ...].
+
+    The slot behind the last takes what is to be forgotten.
+    """
+    old = state.get(name, like[:, :0])
+    shape = (like.shape[0], size + 1 - old.shape[1], *like.shape[2:])
+    if shape[1] <= 0:
+        return old
+    return torch.cat([old, like.new_full(shape, fill)], dim=1)
 
 
 def recalled(
-    k: Tensor, v: Tensor, state: State | None, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Puts the state's keys and values before new ones; keeps those still in sight."""
+    k: Tensor,
+    v: Tensor,
+    tokens: Tokens,
+    state: State | None,
+    window: int | None,
+    name: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns keys, values and their positions [B, S], those of the state among them.
+
+    A position of -1 marks a slot without a token. The state is a ring: position p is in
+    slot p mod its size, which is the window's where there is one.
+    """
+    places = tokens.places
     if state is None:
-        return k, v
-    if "k" in state:
-        k = torch.cat([state["k"], k], dim=1)
-        v = torch.cat([state["v"], v], dim=1)
+        return k, v, places
     # A key `window` positions back is still seen; older ones are dropped.
-    oldest = 0 if window is None else max(k.shape[1] - window - 1, 0)
-    state["k"], state["v"] = k[:, oldest:], v[:, oldest:]
-    return k, v
+    size = tokens.capacity if window is None else min(window + 1, tokens.capacity)
+    places = places.expand(k.shape[:2])
+    dropped = (places < 0) | (places < tokens.end[:, None] - size)
+    slots = (places % size).masked_fill(dropped, size)
+    buffers = (
+        room(state, name + "k", size, k),
+        room(state, name + "v", size, v),
+        room(state, name + "at", size, places, fill=-1),
+    )
+    new, seen = (k, v, places), (k, v, places)
+    # In a window, early tokens of the call see keys that its late ones push out.
+    at_once = window is None or k.shape[1] == 1
+    if not (tokens.first or at_once):
+        pairs = zip(buffers, new, strict=True)
+        seen = tuple(torch.cat([old[:, :size], x], dim=1) for old, x in pairs)
+    written = (k, v, places.masked_fill(dropped, -1))
+    buffers = tuple(put(old, slots, x) for old, x in zip(buffers, written, strict=True))
+    state.update(zip((name + "k", name + "v", name + "at"), buffers, strict=True))
+    if at_once and not tokens.first:
+        seen = tuple(buffer[:, :size] for buffer in buffers)
+    return seen
 
 
 def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Says by position which keys [S] a query [T] sees: itself and `window` back."""
-    distance = queries[:, None] - keys[None, :]
-    visible = distance >= 0
+    """Says by position which keys [B, S] queries [B, T] see: themselves, `window` back.
+
+    Keys at -1 are seen by none.
+    """
+    distance = queries[:, :, None] - keys[:, None, :]
+    visible = (distance >= 0) & (keys >= 0)[:, None]
     return visible if window is None else visible & (distance <= window)
+
+
+STRETCH = 64
+"""Positions of a recurrence that are computed together."""
+
+
+def recurrence(decay: Tensor, x: Tensor, h: Tensor) -> Tensor:
+    """h_t = decay_t h_(t-1) + x_t along axis 1, from the state h before the first.
+
+    In stretches, and within each by doubling: after step s a position has met the last
+    2^s (Hillis and Steele 1986).
+    """
+    outputs = []
+    for a, b in zip(decay.split(STRETCH, 1), x.split(STRETCH, 1), strict=True):
+        reach = 1
+        while reach < a.shape[1]:
+            b = torch.cat(
+                [b[:, :reach], b[:, reach:] + a[:, reach:] * b[:, :-reach]], 1
+            )
+            a = torch.cat([a[:, :reach], a[:, reach:] * a[:, :-reach]], 1)
+            reach *= 2
+        outputs.append(b + a * h[:, None])
+        h = outputs[-1][:, -1]
+    return torch.cat(outputs, dim=1)
 
 
 class Attention(nn.Module):
@@ -154,29 +291,25 @@ class Attention(nn.Module):
             return normed(norm, y).reshape(shape)
         return normed(norm, y.reshape(shape))
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
-        """Runs positions start, start + 1, ...; `state` gets their keys and values."""
-        config, T = self.config, x.shape[1]
-        positions = torch.arange(start, start + T, device=x.device)
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        """Runs the tokens; `state` gets their keys and values."""
+        config, positions = self.config, tokens.positions
         q = self.heads(self.q(x), config["heads"], self.q_norm)
         k = self.heads(self.k(x), config["key_heads"], self.k_norm)
         v = self.heads(self.v(x), config["key_heads"], None)
-        position = config["position"]
+        position, bias = config["position"], None
         if is_kind(position, "Rope"):
-            q, k = rotate(q, positions, position), rotate(k, positions, position)
-        k, v = recalled(k, v, state, self.window)
-        # The newest T keys end at the last position; those kept before them come first.
-        keys = torch.arange(start + T - k.shape[1], start + T, device=x.device)
-        visible = visible_keys(positions, keys, self.window)
-        bias = None
+            turn = rotation(positions, position, config["head_width"])
+            q, k = rotate(q, turn), rotate(k, turn)
+        k, v, at = recalled(k, v, tokens, state, self.window)
         if is_kind(position, "Alibi"):
-            bias = alibi_bias(config["heads"], positions, keys, position)
+            bias = alibi_bias(config["heads"], positions, at, position)
         scale = config["scale"]
         o = attend(
             q,
             k,
             v,
-            visible=visible,
+            visible=visible_keys(positions, at, self.window),
             bias=bias,
             scale=1 / math.sqrt(config["head_width"]) if scale is None else scale,
             soft_cap=config["soft_cap"],
@@ -216,6 +349,9 @@ class Mlp(nn.Module):
 class Layers(nn.ModuleList):
     """Layers one above the other, each with a state of its own."""
 
+    gradient_checkpointing = False
+    """Whether training computes a layer again in the backward pass."""
+
     def new_states(self) -> list[State]:
         """Returns what the layers know before the first token."""
         return [{} for _ in self]
@@ -223,14 +359,17 @@ class Layers(nn.ModuleList):
     def forward(
         self,
         x: Tensor,
-        ids: Tensor,
-        start: int,
+        tokens: Tokens,
         states: list[State] | None,
         streams: list[Tensor] | None,
     ) -> Tensor:
-        """Runs positions start, start + 1, ...; `streams` gets x after each layer."""
+        """Runs the tokens; `streams` gets x after each layer."""
+        again = self.gradient_checkpointing and self.training and states is None
         for number, layer in enumerate(self):
-            x = layer(x, start, None if states is None else states[number])
+            if again:
+                x = checkpoint(layer, x, tokens, None, use_reentrant=False)
+            else:
+                x = layer(x, tokens, None if states is None else states[number])
             if streams is not None:
                 streams.append(x)
         return x

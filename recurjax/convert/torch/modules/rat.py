@@ -1,10 +1,7 @@
 """RAT: recurrence inside chunks, attention across them; and its baselines.
 
-    v~_t = g_t v~_{t-1} + (1 - g_t) v_t from zero in every chunk, k~_t with the same g
-    y_t  = softmax([q_t k~_end(c'), c' < c; q_t k~_t] / sqrt(E)) [v~_end(c'); v~_t]
-
-Without a state a layer runs whole sequences, chunks side by side; with one, it goes on
-token by token.
+v~_t = g_t v~_{t-1} + (1 - g_t) v_t from zero in every chunk, k~_t with the same g
+y_t  = softmax([q_t k~_end(c'), c' < c; q_t k~_t] / sqrt(E)) [v~_end(c'); v~_t]
 """
 
 import math
@@ -17,8 +14,15 @@ from layers import (
     Mlp,
     Norm,
     State,
+    Tokens,
     attend,
+    put,
+    recalled,
+    recurrence,
+    room,
     rotate,
+    rotation,
+    visible_keys,
     wide,
 )
 from torch import Tensor, nn
@@ -42,7 +46,7 @@ class Gate(nn.Module):
 
 
 class Mixer(nn.Module):
-    """What the gated mixers share: gates, values, the output; one token at a time."""
+    """What the gated mixers share: gates, values, heads, the output."""
 
     def __init__(self, config: Config, width: int):
         super().__init__()
@@ -55,15 +59,13 @@ class Mixer(nn.Module):
         self.v = nn.Linear(width, self.inner, bias=False)
         self.out = nn.Linear(self.inner, width, bias=False)
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
-        if state is None:
-            y = self.whole(x)
-        else:
-            tokens = [
-                self.step(x[:, t : t + 1], start + t, state) for t in range(x.shape[1])
-            ]
-            y = torch.cat(tokens, dim=1)
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        y = self.mixed(x, tokens, {} if state is None else state)
         return self.out((self.output_gate(x) * y).to(x.dtype))
+
+    def mixed(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
+        """Returns what the output gate multiplies, [B, T, H E]."""
+        raise NotImplementedError
 
     def heads(self, y: Tensor) -> Tensor:
         return y.unflatten(-1, (-1, self.config["head_width"]))
@@ -74,26 +76,14 @@ class Mixer(nn.Module):
         return self.heads(y.repeat(1, 1, self.inner // y.shape[-1]))
 
 
-def recur(gate: Tensor, x: Tensor, before: Tensor) -> Tensor:
-    """h_t = g_t h_{t-1} + (1 - g_t) x_t along axis 1; `before` is the state ahead."""
-    states = []
-    for t in range(x.shape[1]):
-        before = gate[:, t] * before + (1 - gate[:, t]) * x[:, t]
-        states.append(before)
-    return torch.stack(states, dim=1)
-
-
 class RnnMixer(Mixer):
     """The recurrence over the whole sequence."""
 
-    def whole(self, x: Tensor) -> Tensor:
-        gate = self.forget_gate(x)
-        return recur(gate, self.v(x), torch.zeros_like(gate[:, 0]))
-
-    def step(self, x: Tensor, position: int, state: State) -> Tensor:
-        gate = self.forget_gate(x)
+    def mixed(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
+        # A gate of 1 keeps the state as it is.
+        gate = tokens.only_real(self.forget_gate(x), 1)
         before = state.get("h", torch.zeros_like(gate[:, 0]))
-        y = recur(gate, self.v(x), before)
+        y = recurrence(gate, (1 - gate) * self.v(x), before)
         state["h"] = y[:, -1]
         return y
 
@@ -107,59 +97,51 @@ class RatMixer(Mixer):
         self.q = nn.Linear(width, grouped, bias=False)
         self.k = nn.Linear(width, grouped, bias=False)
 
-    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        rope = self.config["position"]
-        return x if rope is None else rotate(x, positions, rope)
+    def mixed(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
+        C, positions = self.config["chunk"], tokens.positions
+        q, number = self.tiled(self.q(x)), positions // C
+        # A gate of 1 keeps the state as it is; at a chunk's first position it begins
+        # from zero.
+        gate = tokens.only_real(self.forget_gate(x), 1)
+        begins = (tokens.places >= 0) & (tokens.places % C == 0)
+        decay = gate.masked_fill(begins[..., None], 0)
 
-    def whole(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        # A row shorter than a chunk is one chunk of its own length.
-        C = min(self.config["chunk"], T)
-        G = -(-T // C)
-        # The last chunk is filled up; its padding comes after every real position.
-        x = torch.nn.functional.pad(x, (0, 0, 0, G * C - T))
-        gate = self.forget_gate(x)
-        k = self.tiled(self.k(x)).flatten(2)
+        def running(name: str, stream: Tensor) -> Tensor:
+            before = state.get(name, torch.zeros_like(gate[:, 0]))
+            y = recurrence(decay, (1 - gate) * stream, before)
+            state[name] = y[:, -1]
+            return self.heads(y)
 
-        def scanned(stream: Tensor) -> Tensor:
-            # Chunks become rows of a batch: the recurrence begins from zero in each.
-            fold = gate.reshape(B * G, C, -1), stream.reshape(B * G, C, -1)
-            states = recur(*fold, torch.zeros_like(fold[0][:, 0]))
-            return self.heads(states.reshape(B, G * C, -1))
-
-        k, v, q = scanned(k), scanned(self.v(x)), self.tiled(self.q(x))
-        number = torch.arange(G, device=x.device)
-        place = torch.arange(G * C, device=x.device)
-        by_token = self.config["position_of"] == "token"
-        # The last position of each chunk stands for all of it.
-        ends = k[:, C - 1 :: C], v[:, C - 1 :: C]
-        end_keys = self.turned(ends[0], (number + 1) * C - 1 if by_token else number)
-        queries = self.turned(q, place if by_token else place // C)
+        k = running("k", self.tiled(self.k(x)).flatten(2))
+        v = running("v", self.v(x))
+        # A chunk's key is rotated by its end's position, or by its number.
+        turned_q, turned_k = q, k
+        if self.config["position"] is not None:
+            place = positions if self.config["position_of"] == "token" else number
+            turn = rotation(place, self.config["position"], q.shape[-1])
+            turned_q, turned_k = rotate(q, turn), rotate(k, turn)
+        end_keys, end_values = self.ends(turned_k, v, tokens, state)
         # Only finished chunks are attended to; the own one is the running state.
-        earlier = number[None, :] < (place // C)[:, None]  # [T, G]
-        return self.attended(q, queries, k, v, end_keys, ends[1], earlier)[:, :T]
+        chunks = torch.arange(end_keys.shape[1], device=x.device)
+        earlier = chunks < number[..., None]  # [B, T, G]
+        return self.attended(q, turned_q, k, v, end_keys, end_values, earlier)
 
-    def step(self, x: Tensor, position: int, state: State) -> Tensor:
-        C = self.config["chunk"]
-        gate = self.forget_gate(x)
-        k = self.tiled(self.k(x)).flatten(2)
-        for name, stream in (("k", k), ("v", self.v(x))):
-            # At a chunk's first position the state begins anew.
-            fresh = position % C == 0
-            before = torch.zeros_like(gate[:, 0]) if fresh else state[name]
-            state[name] = recur(gate, stream, before)[:, -1]
-        k, v = (self.heads(state[name])[:, None] for name in ("k", "v"))
-        q = self.tiled(self.q(x))
-        by_token = self.config["position_of"] == "token"
-        here = torch.tensor([position if by_token else position // C], device=x.device)
-        end_keys = state.get("end_keys", k[:, :0])
-        end_values = state.get("end_values", v[:, :0])
-        y = self.attended(q, self.turned(q, here), k, v, end_keys, end_values, None)
-        # The chunk is finished: its end can be attended to from now on.
-        if position % C == C - 1:
-            state["end_keys"] = torch.cat([end_keys, self.turned(k, here)], dim=1)
-            state["end_values"] = torch.cat([end_values, v], dim=1)
-        return y
+    def ends(
+        self, k: Tensor, v: Tensor, tokens: Tokens, state: State
+    ) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [B, G, H, E] at the ends of chunks, by their number.
+
+        The last position of each chunk stands for all of it.
+        """
+        C, size = self.config["chunk"], tokens.capacity // self.config["chunk"] + 1
+        places = tokens.places.expand(k.shape[:2])
+        is_end = (places >= 0) & (places % C == C - 1)
+        slots = (places // C).masked_fill(~is_end, size)
+        for name, x in (("end_keys", k), ("end_values", v)):
+            state[name] = put(room(state, name, size, x), slots, x)
+        if tokens.first:
+            return k[:, C - 1 :: C], v[:, C - 1 :: C]
+        return state["end_keys"][:, :size], state["end_values"][:, :size]
 
     def attended(
         self,
@@ -169,13 +151,12 @@ class RatMixer(Mixer):
         v: Tensor,
         end_keys: Tensor,
         end_values: Tensor,
-        earlier: Tensor | None,
+        earlier: Tensor,
     ) -> Tensor:
         """Softmax over chunk ends and the own state, whose rotations cancel."""
         dtype = wide(q.dtype)
         across = torch.einsum("bthe,bghe->bthg", queries.to(dtype), end_keys.to(dtype))
-        if earlier is not None:
-            across = across.masked_fill(~earlier[:, None], float("-inf"))
+        across = across.masked_fill(~earlier[:, :, None], float("-inf"))
         # Query and key of the own state stand at one position: their rotations cancel,
         # so the unrotated ones are multiplied.
         self_logit = (q.to(dtype) * k.to(dtype)).sum(-1, keepdim=True)
@@ -193,31 +174,29 @@ class ReversedRatMixer(Mixer):
         self.q = nn.Linear(width, config["groups"] * config["head_width"], bias=False)
         self.k = nn.Linear(width, self.inner, bias=False)
 
-    def whole(self, x: Tensor) -> Tensor:
-        state: State = {}
-        tokens = [self.step(x[:, t : t + 1], t, state) for t in range(x.shape[1])]
-        return torch.cat(tokens, dim=1)
-
-    def step(self, x: Tensor, position: int, state: State) -> Tensor:
-        C = self.config["chunk"]
+    def mixed(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
+        C, positions, places = self.config["chunk"], tokens.positions, tokens.places
         q, k, v = self.tiled(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
         if self.config["position"] is not None:
-            here = torch.tensor([position], device=x.device)
-            rope = self.config["position"]
-            q, k = rotate(q, here, rope), rotate(k, here, rope)
+            turn = rotation(positions, self.config["position"], q.shape[-1])
+            q, k = rotate(q, turn), rotate(k, turn)
         # The first position of a chunk starts with no keys but its own.
-        if position % C:
-            k = torch.cat([state["k"], k], dim=1)
-            v = torch.cat([state["v"], v], dim=1)
-        state["k"], state["v"] = k, v
-        a = attend(q, k, v, visible=None, scale=1 / math.sqrt(q.shape[-1])).flatten(2)
+        k, v, at = recalled(k, v, tokens, state, C - 1)
+        same = (positions // C)[:, :, None] == (at // C)[:, None, :]
+        visible = visible_keys(positions, at, None) & same
+        a = attend(q, k, v, visible=visible, scale=1 / math.sqrt(q.shape[-1])).flatten(
+            2
+        )
         gate = self.forget_gate(x)
-        end = state.get("end", torch.zeros_like(gate))
-        y = gate * end + (1 - gate) * a
-        # What the chunk ends with enters the next one's recurrence.
-        if position % C == C - 1:
-            state["end"] = y
-        return y
+        # What a chunk ends with enters the next one's recurrence: between two ends the
+        # state stays as it is.
+        is_end = ((places >= 0) & (places % C == C - 1))[..., None]
+        decay, new = gate.masked_fill(~is_end, 1), ((1 - gate) * a) * is_end
+        before = state.get("end", torch.zeros_like(gate[:, 0]))
+        ends = recurrence(decay, new, before)
+        state["end"] = ends[:, -1]
+        earlier = torch.cat([before[:, None], ends[:, :-1]], dim=1)
+        return gate * earlier + (1 - gate) * a
 
 
 class AttentionMixer(nn.Module):
@@ -227,8 +206,8 @@ class AttentionMixer(nn.Module):
         super().__init__()
         self.attention = Attention(config["attention"], width, config["window"])
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
-        return self.attention(x, start, state)
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        return self.attention(x, tokens, state)
 
 
 MIXERS = {
@@ -250,8 +229,8 @@ class RatBlock(nn.Module):
         self.mlp_norm = Norm(stack["norm"], width)
         self.mlp = Mlp(stack["mlp"], width)
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
-        y = x + self.mixer(self.mixer_norm(x), start, state)
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        y = x + self.mixer(self.mixer_norm(x), tokens, state)
         return y + self.mlp(self.mlp_norm(y))
 
 

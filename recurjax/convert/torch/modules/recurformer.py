@@ -5,18 +5,22 @@ import math
 import torch
 import torch.nn.functional as F
 from layers import (
+    STRETCH,
     Attention,
     Config,
     Layers,
     Mlp,
     Norm,
     State,
+    Tokens,
     attend,
     is_kind,
     norm_or_none,
     normed,
     recalled,
+    recurrence,
     rotate,
+    rotation,
     visible_keys,
     wide,
 )
@@ -40,43 +44,52 @@ class Mamba(nn.Module):
         self.skip = nn.Parameter(torch.ones(channels))
         self.back = nn.Linear(channels, width, bias=False)
 
-    def forward(self, x: Tensor, state: State | None) -> Tensor:
-        state = {} if state is None else state
-        u = F.silu(self.convolved(self.u(x), state))
+    def forward(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
+        u = F.silu(self.convolved(self.u(x), tokens, state))
         dt, b, c = self.x(u).split([self.rank, self.size, self.size], dim=-1)
-        y = self.scanned(u, F.softplus(self.dt(dt).to(wide(u.dtype))), b, c, state)
+        dt = F.softplus(self.dt(dt).to(wide(u.dtype)))
+        # A step of 0 leaves the state as it is.
+        y = self.scanned(u, tokens.only_real(dt, 0), b, c, state)
         return self.back(y.to(x.dtype) * F.silu(self.z(x)))
 
-    def convolved(self, u: Tensor, state: State) -> Tensor:
+    def convolved(self, u: Tensor, tokens: Tokens, state: State) -> Tensor:
         """Adds up bias and taps of the last inputs by channel; zeros before the row."""
         taps, T = self.conv.weight.T, u.shape[1]
         n = len(taps)
         # The last n inputs of each channel, zeros before the first.
         past = state.get("conv", u.new_zeros(u.shape[0], n, u.shape[2]))
         row = torch.cat([past, u], dim=1)
-        state["conv"] = row[:, -n:]
         y = self.conv.bias
         for number, tap in enumerate(taps):
             y = y + tap * row[:, number + 1 : number + 1 + T]
+        # The n inputs that end with each row's last token.
+        count = (tokens.end - tokens.start)[:, None, None]
+        last = (count + torch.arange(n, device=u.device)[:, None]).expand_as(past)
+        state["conv"] = row.gather(1, last)
         return y
 
     def scanned(
         self, u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: State
     ) -> Tensor:
-        """Runs h = exp(dt A) h + dt B u, y = C h + D u, a position at a time."""
+        """Runs h = exp(dt A) h + dt B u, y = C h + D u for dt, u [B, T, I], B, C [B, T, N].
+
+        h [B, I, N]: each of the I channels keeps N numbers of its own.
+        """
         dtype = dt.dtype
         u, b, c = u.to(dtype), b.to(dtype), c.to(dtype)
         # A is stored as the logarithm of its negative, so that it stays negative.
         a = -self.a_log.to(dtype).exp().reshape(-1, self.size)  # [I, N]
         h = state.get("h", u.new_zeros(u.shape[0], *a.shape))
-        states = []
-        for t in range(u.shape[1]):
-            step = dt[:, t, :, None]
-            # h [B, I, N]: each of the I channels keeps N numbers of its own.
-            h = (step * a).exp() * h + step * u[:, t, :, None] * b[:, t, None]
-            states.append((h * c[:, t, None]).sum(-1))
+        outputs = []
+        # By stretches, so that few states are in memory at once.
+        parts = (part.split(STRETCH, dim=1) for part in (dt[..., None], u, b, c))
+        for step, u_t, b_t, c_t in zip(*parts, strict=True):
+            inputs = step * u_t[..., None] * b_t[:, :, None]
+            states = recurrence((step * a).exp(), inputs, h)
+            h = states[:, -1]
+            outputs.append((states * c_t[:, :, None]).sum(-1))
         state["h"] = h
-        return torch.stack(states, dim=1) + self.skip * u
+        return torch.cat(outputs, dim=1) + self.skip * u
 
 
 class PartialAttention(nn.Module):
@@ -99,34 +112,37 @@ class PartialAttention(nn.Module):
         self.q_norm = norm_or_none(config["qk_norm"] if left else None, E)
         self.k_norm = norm_or_none(config["qk_norm"] if left else None, E)
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
         B, T = x.shape[:2]
         E = self.config["head_width"]
         v = self.v(x).reshape(B, T, -1, E)
         # Mamba reads the values that the replaced heads would have averaged.
         theirs = [head // self.group for head in self.replaced]
-        mixed = self.mamba(v[:, :, theirs].flatten(2), state).reshape(B, T, -1, E)
+        values = v[:, :, theirs].flatten(2)
+        mixed = self.mamba(values, tokens, {} if state is None else state)
+        mixed = mixed.reshape(B, T, -1, E)
         heads: dict[int, Tensor] = {}
         for number, head in enumerate(self.replaced):
             heads[head] = mixed[:, :, number]
         if self.remaining:
-            attended = self.attended(x, v[:, :, self.key_heads], start, state)
+            attended = self.attended(x, v[:, :, self.key_heads], tokens, state)
             for number, head in enumerate(self.remaining):
                 heads[head] = attended[:, :, number]
         # Heads in their old order: the output matrix is the base's own.
         return self.out(torch.cat([heads[head] for head in sorted(heads)], dim=-1))
 
-    def attended(self, x: Tensor, v: Tensor, start: int, state: State | None) -> Tensor:
+    def attended(
+        self, x: Tensor, v: Tensor, tokens: Tokens, state: State | None
+    ) -> Tensor:
         """Returns what the remaining heads read, [B, T, heads, E]."""
-        config, T = self.config, x.shape[1]
+        config, positions = self.config, tokens.positions
         shape, position = (*x.shape[:2], -1, config["head_width"]), config["position"]
-        positions = torch.arange(start, start + T, device=x.device)
         q = normed(self.q_norm, self.q(x).reshape(shape))
         k = normed(self.k_norm, self.k(x).reshape(shape))
         if is_kind(position, "Rope"):
-            q, k = rotate(q, positions, position), rotate(k, positions, position)
-        k, v = recalled(k, v, state, None)
-        keys = torch.arange(start + T - k.shape[1], start + T, device=x.device)
+            turn = rotation(positions, position, config["head_width"])
+            q, k = rotate(q, turn), rotate(k, turn)
+        k, v, at = recalled(k, v, tokens, state, None)
         # Groups may have lost different numbers of heads: a key head for each query.
         indices = [self.key_heads.index(head // self.group) for head in self.remaining]
         scale = config["scale"]
@@ -134,7 +150,7 @@ class PartialAttention(nn.Module):
             q,
             k[:, :, indices],
             v[:, :, indices],
-            visible=visible_keys(positions, keys, None),
+            visible=visible_keys(positions, at, None),
             scale=1 / math.sqrt(config["head_width"]) if scale is None else scale,
             soft_cap=config["soft_cap"],
         )
@@ -162,8 +178,8 @@ class RecurFormerBlock(nn.Module):
         self.mlp_norm = Norm(base["norm"], width)
         self.mlp = Mlp(base["mlp"], width)
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), start, state)
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), tokens, state)
         y = x + self.scale * mixed
         # Both branches read x where the residual is parallel; else the MLP reads y.
         source = x if self.parallel else y

@@ -13,6 +13,7 @@ from layers import (
     Config,
     Norm,
     State,
+    Tokens,
     activation,
     alibi_bias,
     attend,
@@ -20,12 +21,14 @@ from layers import (
     normed,
     recalled,
     rotate,
+    rotation,
     visible_keys,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-LoopCaches = dict[int, tuple[Tensor, Tensor, Tensor]]
-"""Of each layer of the block the keys, values and their positions that loop 1 saw."""
+Keys = tuple[Tensor, Tensor, Tensor]
+"""Keys, values and their positions, -1 where a slot has no token."""
 
 
 class Map(nn.Module):
@@ -72,12 +75,12 @@ class Part(nn.Module):
         a, sizes = base["attention"], linear_maps(base)
 
         def maps(names: tuple[str, ...], biased: Any) -> nn.ModuleDict:
-            adapters = {
+            modules = {
                 name: Map(*sizes[name], matrix=matrices, bias=vectors and biased(name))
                 for name in names
                 if name in sizes
             }
-            return nn.ModuleDict(adapters)
+            return nn.ModuleDict(modules)
 
         def attention_bias(name: str) -> bool:
             return a["out_bias"] if name == "out" else a["qkv_bias"]
@@ -101,15 +104,18 @@ class Use(Part):
     def __init__(self, stack: Config):
         base, rank = stack["transformer"], stack["rank"]
         super().__init__(base, matrices=False, vectors=not stack["tie_norms"])
-        adapters = {
-            name: Adapter(*size, rank) for name, size in linear_maps(base).items()
-        }
         # At rank 0 nothing is added: all runs of a layer compute the same map.
-        self.adapters = nn.ModuleDict(adapters if rank else {})
+        maps = linear_maps(base) if rank else {}
+        self.adapters = nn.ModuleDict(
+            {name: Adapter(*size, rank) for name, size in maps.items()}
+        )
 
 
 class LoopedLayers(nn.Module):
     """All depths; `blocks` are shared, `uses[b][k]` is layer k's run number b."""
+
+    gradient_checkpointing = False
+    """Whether training computes a layer again in the backward pass."""
 
     def __init__(self, stack: Config):
         super().__init__()
@@ -147,15 +153,20 @@ class LoopedLayers(nn.Module):
     def forward(
         self,
         x: Tensor,
-        ids: Tensor,
-        start: int,
+        tokens: Tokens,
         states: list[State] | None,
         streams: list[Tensor] | None,
     ) -> Tensor:
-        """Runs positions start, start + 1, ...; `streams` gets x after each depth."""
-        caches: LoopCaches = {}
+        """Runs the tokens; `streams` gets x after each depth."""
+        again = self.gradient_checkpointing and self.training and states is None
+        first: dict[int, Keys] = {}
         for use, layer in self.order:
-            x = self.run(x, use, layer, start, states, caches)
+            arguments = (x, use, layer, tokens, states, first.get(layer))
+            if again:
+                x, keys = checkpoint(self.run, *arguments, use_reentrant=False)
+            else:
+                x, keys = self.run(*arguments)
+            first.setdefault(layer, keys)
             if streams is not None:
                 streams.append(x)
         return x
@@ -164,16 +175,20 @@ class LoopedLayers(nn.Module):
         self,
         x: Tensor,
         b: int,
-        start: int,
+        tokens: Tokens,
         states: list[State] | None,
-        caches: LoopCaches,
+        first: dict[int, Keys],
     ) -> Tensor:
-        """Runs loop b alone, from 0; `caches` is empty before the first."""
+        """Runs loop b alone, from 0; `first` is empty before the first, which fills it.
+
+        It holds the keys that loop 1 saw, by the layer of the block.
+        """
         for layer in range(self.count):
-            x = self.run(x, b, layer, start, states, caches)
+            x, keys = self.run(x, b, layer, tokens, states, first.get(layer))
+            first.setdefault(layer, keys)
         return x
 
-    def propagate(self, x: Tensor, b: int, start: int, states: list[State]) -> None:
+    def propagate(self, x: Tensor, b: int, tokens: Tokens, states: list[State]) -> None:
         """Writes the keys and values that tokens which left after b loops lack."""
         # The state in which a token left stands for the input of every deeper layer, as
         # in CALM (Schuster et al. 2022, section 3.3).
@@ -181,29 +196,37 @@ class LoopedLayers(nn.Module):
             for layer in range(self.count):
                 part = self.part_of(deeper, layer)
                 y = normed(part.attention_norm, x)
-                self.keys(y, deeper, layer, start, states)
+                self.keys(y, deeper, layer, tokens, states)
 
     def run(
         self,
         x: Tensor,
         b: int,
         layer: int,
-        start: int,
+        tokens: Tokens,
         states: list[State] | None,
-        caches: LoopCaches,
-    ) -> Tensor:
-        """Runs a layer: y = x + s attention(norm(x)), z = y + s mlp(norm'(y))."""
+        first: Keys | None,
+    ) -> tuple[Tensor, Keys]:
+        """Runs a layer: y = x + s attention(norm(x)), z = y + s mlp(norm'(y)).
+
+        Args:
+          first: the keys that the layer saw in loop 1; None: this is loop 1.
+
+        Returns:
+          z, and the keys that it saw.
+        """
         part = self.part_of(b, layer)
         y = normed(part.attention_norm, x)
         # Deeper loops read what loop 1 made in this very call, its new tokens included.
-        if self.first and b:
-            k, v, at = caches[layer]
+        if self.first and first is not None:
+            keys = first
         else:
-            k, v, at = caches[layer] = self.keys(y, b, layer, start, states)
-        mixed = self.attention(y, b, layer, start, k, v, at)
+            keys = self.keys(y, b, layer, tokens, states)
+        mixed = self.attention(y, b, layer, tokens, keys)
         y = x + self.scale * mixed
         source = x if self.base["parallel_residual"] else y
-        return y + self.scale * self.mlp(normed(part.mlp_norm, source), b, layer)
+        z = y + self.scale * self.mlp(normed(part.mlp_norm, source), b, layer)
+        return z, keys
 
     def part_of(self, b: int, layer: int) -> Part:
         """Returns what has the norms and biases of a run."""
@@ -219,7 +242,9 @@ class LoopedLayers(nn.Module):
         bias = getattr(self.part_of(b, layer), part)[name].bias
         return y if bias is None else y + bias
 
-    def heads(self, x: Tensor, name: str, b: int, layer: int, start: int) -> Tensor:
+    def heads(
+        self, x: Tensor, name: str, b: int, layer: int, positions: Tensor
+    ) -> Tensor:
         """Returns queries, keys or values [B, T, H, E], normed and rotated."""
         a, of_use = self.base["attention"], self.part_of(b, layer).attention
         y = self.product(x, "attention", name, b, layer)
@@ -232,28 +257,26 @@ class LoopedLayers(nn.Module):
         if norm in of_use and a["qk_norm_over"] != "full":
             y = of_use[norm](y)
         if name != "v" and is_kind(a["position"], "Rope"):
-            at = torch.arange(start, start + y.shape[1], device=y.device)
-            y = rotate(y, at, a["position"])
+            y = rotate(y, rotation(positions, a["position"], a["head_width"]))
         return y
 
     def keys(
-        self, x: Tensor, b: int, layer: int, start: int, states: list[State] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns keys and values, those of the state before them, and positions.
+        self,
+        x: Tensor,
+        b: int,
+        layer: int,
+        tokens: Tokens,
+        states: list[State] | None,
+    ) -> Keys:
+        """Returns keys and values, those of the state among them, and positions.
 
-        Positions are kept beside them: a token that left early may have none here.
+        A token that left early may have none here.
         """
-        k, v = (self.heads(x, name, b, layer, start) for name in "kv")
-        at = torch.arange(start, start + x.shape[1], device=x.device)
-        if states is None:
-            return k, v, at
+        k, v = (self.heads(x, name, b, layer, tokens.positions) for name in "kv")
         # By loop first, then by layer; one a layer where deeper loops read loop 1's.
-        state = states[layer if self.first else b * self.count + layer]
-        k, v = recalled(k, v, state, self.window(layer))
-        at = torch.cat([state.get("at", at[:0]), at])
-        # A window has dropped the oldest keys: their positions go with them.
-        state["at"] = at[len(at) - state["k"].shape[1] :]
-        return k, v, at
+        number = layer if self.first else b * self.count + layer
+        state = None if states is None else states[number]
+        return recalled(k, v, tokens, state, self.window(layer))
 
     def window(self, layer: int) -> int | None:
         """Returns how far a layer sees."""
@@ -262,20 +285,12 @@ class LoopedLayers(nn.Module):
         return windows[layer % len(windows)]
 
     def attention(
-        self,
-        x: Tensor,
-        b: int,
-        layer: int,
-        start: int,
-        k: Tensor,
-        v: Tensor,
-        at: Tensor,
+        self, x: Tensor, b: int, layer: int, tokens: Tokens, keys: Keys
     ) -> Tensor:
         """Attends from x to keys at given positions."""
-        a = self.base["attention"]
-        q = self.heads(x, "q", b, layer, start)
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
-        bias = None
+        a, positions, bias = self.base["attention"], tokens.positions, None
+        k, v, at = keys
+        q = self.heads(x, "q", b, layer, positions)
         if is_kind(a["position"], "Alibi"):
             bias = alibi_bias(a["heads"], positions, at, a["position"])
         scale = a["scale"]
@@ -311,14 +326,15 @@ class LoopedLayers(nn.Module):
 @torch.no_grad()
 def exit_logits(model: Any, ids: Tensor) -> Tensor:
     """Returns the logits after each loop: those of the model of so many loops."""
-    layers, caches = model.layers, {}
+    layers, first = model.layers, {}
     layers.check_exits("share" if layers.first else "propagate")
-    x, logits = model.embedded(ids, 0), []
+    tokens = model.tokens(ids, None)
+    x, exits = model.embedded(tokens), []
     for b in range(layers.loops):
         # Each loop goes on from the one before, so one pass makes all exits.
-        x = layers.loop(x, b, 0, None, caches)
-        logits.append(model.logits(x))
-    return torch.stack(logits)
+        x = layers.loop(x, b, tokens, None, first)
+        exits.append(model.logits(x))
+    return torch.stack(exits)
 
 
 @torch.no_grad()
@@ -350,28 +366,28 @@ def generate_early(
     if len(ids) != 1:
         raise ValueError(f"generate_early: wants one row, got {len(ids)}")
     # The prompt runs all loops, so that no depth lacks keys and values of it.
-    cache = model.new_cache()
+    cache = model.new_cache(ids.shape[1] + count)
     token = model(ids, cache)[:, -1].argmax(dim=-1, keepdim=True)
-    tokens, loops = [ids, token], [layers.loops]
+    columns, loops = [ids, token], [layers.loops]
     while len(loops) < count:
-        start, caches = cache.position, {}
-        x, b, logits = model.embedded(token, start), 0, None
+        first: dict[int, Keys] = {}
+        tokens = model.tokens(token, cache)
+        x, b, logits = model.embedded(tokens), 0, None
         for b in range(1, layers.loops + 1):
-            x = layers.loop(x, b - 1, start, cache.states, caches)
+            x = layers.loop(x, b - 1, tokens, cache.states, first)
             logits = model.logits(x)[:, -1]
             # The confidence is the likeliest token's lead over the next, in
             # probability.
-            first, second = logits.softmax(-1).topk(2).values[0]
-            if first - second > threshold:
+            likeliest, next_ = logits.softmax(-1).topk(2).values[0]
+            if likeliest - next_ > threshold:
                 break
         # With "skip" the deeper layers keep no key for this position, and see none.
         if missing == "propagate":
-            layers.propagate(x, b, start, cache.states)
-        cache.position += 1
+            layers.propagate(x, b, tokens, cache.states)
         token = logits.argmax(dim=-1, keepdim=True)
-        tokens.append(token)
+        columns.append(token)
         loops.append(b)
-    return torch.cat(tokens, dim=1), loops
+    return torch.cat(columns, dim=1), loops
 
 
 def build_layers(stack: Config) -> LoopedLayers:

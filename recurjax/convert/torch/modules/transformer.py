@@ -1,6 +1,6 @@
 """The Transformer: pre-norm attention and MLP around a residual stream."""
 
-from layers import Attention, Config, Layers, Mlp, Norm, State
+from layers import Attention, Config, Layers, Mlp, Norm, State, Tokens
 from torch import Tensor, nn
 
 
@@ -20,8 +20,8 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = Norm(stack["norm"], width)
         self.mlp = Mlp(stack["mlp"], width)
 
-    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), start, state)
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), tokens, state)
         y = x + self.scale * mixed
         # Both branches read x where the residual is parallel; else the MLP reads y.
         source = x if self.parallel else y
