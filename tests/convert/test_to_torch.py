@@ -366,7 +366,7 @@ EXITS = """
 import sys
 import numpy as np
 import torch
-from modeling_recurjax import exit_logits, generate_early, load
+from decoder_recurjax import exit_logits, generate_early, load
 
 model, ids = load(sys.argv[1]), torch.from_numpy(np.load("ids.npy")).long()
 made = {"logits": exit_logits(model, ids).numpy()}
@@ -480,7 +480,7 @@ def test_without_torch_the_report_says_that_nothing_was_measured(tmp_path):
 def test_what_came_with_the_weights_is_not_run(tmp_path, monkeypatch):
     run = run_of(STACKS["transformer"], tmp_path)
     to_torch(run, tmp_path / "out", check=False)
-    module = tmp_path / "out" / "modeling_recurjax.py"
+    module = tmp_path / "out" / "decoder_recurjax.py"
     own = module.read_text()
     module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     seen = []

@@ -71,9 +71,10 @@ class Mamba(nn.Module):
     def scanned(
         self, u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: State
     ) -> Tensor:
-        """Runs h = exp(dt A) h + dt B u, y = C h + D u for dt, u [B, T, I], B, C [B, T, N].
+        """Runs h = exp(dt A) h + dt B u, y = C h + D u.
 
-        h [B, I, N]: each of the I channels keeps N numbers of its own.
+        dt and u are [B, T, I], B and C [B, T, N]; h [B, I, N] has N numbers for each of
+        the I channels.
         """
         dtype = dt.dtype
         u, b, c = u.to(dtype), b.to(dtype), c.to(dtype)

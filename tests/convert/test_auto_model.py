@@ -1,0 +1,198 @@
+"""Exports in transformers: AutoModel, caches, padding, saving, training, tokenizers.
+
+`RECURJAX_TORCH_PYTHON` names an interpreter with torch and transformers, 4.57 or newer;
+one with peft takes a LoRA step too.
+"""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recurjax.convert.torch.export import AUTO_MODULES, MODULE, from_torch, to_torch
+from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
+from recurjax.inference.generate import generate_tokens
+from recurjax.inference.sampling import SamplingConfig
+from tests.convert.test_to_torch import (
+    PYTHON,
+    STACKS,
+    assert_same_parameters,
+    few_tokens,
+    needs,
+    run_of,
+)
+
+SCRIPT = Path(__file__).with_name("auto_model.py")
+VARIANTS = (
+    "transformer",
+    "recurrent_transformer",
+    "rat_baselines",
+    "recurformer",
+    "recursive_untied",
+    "latent_averaged_sources_replacing",
+)
+"""A model of each variant; RAT's has all four mixers."""
+SENTENCES = {
+    "inputs_embeds": "inputs_embeds is not supported: .* pass input_ids",
+    "generate_embeds": "inputs_embeds is not supported: .* pass input_ids",
+    "position_ids": "position_ids is not supported: positions are counted from",
+    "mask": r"attention_mask must be \[B, T\] with 0 at pads, got the shape",
+    "cache": "past_key_values must be this model's own cache, got a DynamicCache",
+    "static": "cache_implementation='static': a recurjax model has a cache of its own",
+    "assistant": "assisted generation is not supported with stateful models",
+    "crop": "a recurrent state cannot go back to earlier tokens: copy the cache",
+    "resize": "the vocabulary of an exported model is fixed",
+}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """The run and the export of each variant, and what the script says of them."""
+    needs("torch", "transformers")
+    folder = tmp_path_factory.mktemp("auto_model")
+    runs = {name: run_of(STACKS[name], folder / name) for name in VARIANTS}
+    for name, run in runs.items():
+        to_torch(run, folder / name, check=False)
+        np.save(folder / name / "ids.npy", few_tokens(9))
+    out = folder / "out"
+    out.mkdir()
+    directories = [str(folder / name) for name in VARIANTS]
+    # Modules of other directories with the same hash must not be met.
+    environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(
+        [PYTHON or sys.executable, "-W", "ignore", SCRIPT, out, *directories],
+        check=True,
+        env=environment,
+    )
+    return runs, folder, json.loads((out / "answers.json").read_text())
+
+
+@pytest.fixture(params=VARIANTS)
+def answers(request, exports):
+    return exports[2][request.param]
+
+
+def test_sixtyfour_greedy_tokens_are_those_of_our_generate(exports, quick_compilation):
+    runs, folder, _ = exports
+    for name, run in runs.items():
+        ours = generate_tokens(
+            run.model,
+            list(few_tokens(9)),
+            max_new_tokens=64,
+            sampling=SamplingConfig(temperature=0.0),
+        )
+        with np.load(folder / "out" / f"{name}.npz") as theirs:
+            np.testing.assert_array_equal(np.stack(ours.tokens), theirs["tokens"], name)
+
+
+def test_pads_anywhere_change_nothing(answers):
+    assert set(answers["ragged"]) == {"left", "right", "middle"}
+    assert max(answers["ragged"].values()) <= 2e-5
+    assert all(answers["generation"].values())
+
+
+def test_generation_goes_on_from_chunks_and_from_a_used_cache(answers):
+    assert answers["further"] == [True] * 4
+    assert answers["beams"]
+
+
+def test_labels_give_the_loss_of_the_next_token(answers):
+    assert answers["loss"] <= 1e-6
+
+
+def test_checkpointing_changes_no_gradient(answers):
+    assert answers["gradients"] <= 1e-4
+
+
+def test_what_transformers_saves_loads_bit_for_bit_there_and_here(exports):
+    runs, folder, said = exports
+    for name, run in runs.items():
+        assert said[name]["saved"]
+        saved = folder / "out" / name
+        names = {path.name for path in saved.iterdir()}
+        assert {MODULE, *AUTO_MODULES} <= names
+        run.tokenizer.save(saved)
+        back = from_torch(saved)
+        assert_same_parameters(back.model, run.model)
+        assert (back.step, back.experiment) == (run.step, run.experiment)
+
+
+def test_bfloat16_weights_give_float32_logits(answers):
+    want = ["torch.bfloat16", "torch.float32", True, [8, 17]]
+    assert answers["half"] == want
+
+
+def test_a_decode_step_is_one_graph(answers):
+    graphs, difference = answers["compiled"]
+    # Once for the first column, once for any column.
+    assert graphs <= 3 and difference <= 2e-5
+
+
+def test_what_is_not_supported_is_refused_in_a_sentence(answers):
+    assert set(answers["refusals"]) == set(SENTENCES)
+    for name, sentence in SENTENCES.items():
+        assert re.search(sentence, answers["refusals"][name]), name
+
+
+def test_a_step_of_lora_lowers_the_loss(answers):
+    if answers["lora"] is None:
+        pytest.skip("peft is not installed where RECURJAX_TORCH_PYTHON points")
+    before, after = answers["lora"]
+    assert after < before
+
+
+def test_auto_tokenizer_reads_bytes(answers):
+    batch, text = answers["text"]
+    assert batch[0] == {
+        "input_ids": list("h\u00e9llo\n".encode()),
+        "attention_mask": [1] * 7,
+    }
+    assert batch[1]["input_ids"] == list(b"a  b")
+    assert text == "h\u00e9llo\n"
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_byte_tokenizer_travels_as_tokenizer_json(bos, tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    tokenizer = ByteTokenizer(bos=bos)
+    run = run._replace(tokenizer=tokenizer)
+    to_torch(run, tmp_path / "out", check=False)
+    keys = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert keys["bos_token_id"] == keys["eos_token_id"] == tokenizer.bos
+    # The export has both forms, which encode alike.
+    assert load_tokenizer(tmp_path / "out").hash == tokenizer.hash
+    read = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert (read.vocabulary, read.bos, read.eos) == (
+        tokenizer.vocabulary,
+        tokenizer.bos,
+        tokenizer.eos,
+    )
+    for text in (
+        "",
+        "h\u00e9llo\r\n\t  w\u00f6rld",
+        "\u6f22\u5b57 \U0001f30d\x00",
+        "<|bos|>",
+    ):
+        ids = read.encode(text)
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+        assert read.decode(ids) == text
+
+
+def test_files_have_the_usual_permissions(tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    old = os.umask(0o027)
+    try:
+        to_torch(run, tmp_path / "out", check=False)
+    finally:
+        os.umask(old)
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "out").iterdir()
+    }
+    assert set(modes.values()) == {0o640}, modes
