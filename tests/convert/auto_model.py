@@ -240,7 +240,7 @@ def lora(directory):
 
 def text(directory):
     """Returns what the tokenizer of the directory makes of a batch of texts."""
-    read = AutoTokenizer.from_pretrained(directory)
+    read = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     batch = [read(line) for line in ("héllo\n", "a  b")]
     return [dict(line) for line in batch], read.decode(batch[0]["input_ids"])
 
