@@ -182,9 +182,12 @@ class RecurjaxForCausalLM(PreTrainedModel, GenerationMixin):
         """Returns the arguments of `forward` for the columns that are not read yet."""
         _refuse({"inputs_embeds": inputs_embeds}, None, None)
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        # Places come from the cache and the mask.
-        inputs.pop("cache_position", None)
-        return inputs
+        # Positions come from the cache and the mask, not from what `generate` counts.
+        return {
+            name: value
+            for name, value in inputs.items()
+            if name not in ("cache_position", "position_ids")
+        }
 
     def _prepare_cache_for_generation(
         self,
