@@ -7,7 +7,7 @@ it a model of transformers' AutoModelForCausalLM.
 """
 
 import ast
-import shutil
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -117,7 +117,7 @@ def to_torch(
             pieces = torch_pieces(config)
             (aside / MODULE).write_text(torch_source(config.stack), encoding="utf-8")
             for name in AUTO_MODULES:
-                shutil.copyfile(_FOLDER / name, aside / name)
+                (aside / name).write_text(auto_source(name), encoding="utf-8")
         else:
             pieces = hf_pieces(keys["model_type"], model.config)
         write_tensors(model, pieces, aside / SINGLE)
@@ -295,6 +295,12 @@ def torch_source(stack: StackConfig) -> str:
     names = ("layers", TEMPLATES[type(stack)], "decoder")
     texts = [(_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
     return _joined(texts)
+
+
+def auto_source(name: str) -> str:
+    """Returns a file of transformers, which names the others of its folder by a dot."""
+    text = (_FOLDER / name).read_text(encoding="utf-8")
+    return re.sub(r"^from (\w+_recurjax) import", r"from .\1 import", text, flags=re.M)
 
 
 def _joined(texts: list[str]) -> str:

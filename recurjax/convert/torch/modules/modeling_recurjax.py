@@ -14,9 +14,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .configuration_recurjax import RecurjaxConfig
-from .decoder_recurjax import Cache as DecoderCache
-from .decoder_recurjax import Decoder
+from configuration_recurjax import RecurjaxConfig
+from decoder_recurjax import Cache as DecoderCache
+from decoder_recurjax import Decoder
 
 
 class RecurjaxCache(Cache):
