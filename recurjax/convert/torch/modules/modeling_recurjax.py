@@ -9,14 +9,13 @@ and have no position, and a pad has the logits of the token before it.
 from typing import Any
 
 import torch
+from configuration_recurjax import RecurjaxConfig
+from decoder_recurjax import Cache as DecoderCache
+from decoder_recurjax import Decoder
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from configuration_recurjax import RecurjaxConfig
-from decoder_recurjax import Cache as DecoderCache
-from decoder_recurjax import Decoder
 
 
 class RecurjaxCache(Cache):
