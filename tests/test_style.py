@@ -116,10 +116,15 @@ def kept_state(tree: ast.Module) -> list[str]:
 
 
 def loose_configs(tree: ast.Module) -> list[str]:
-    """Returns the configs that are not frozen, keyword-only and slotted."""
+    """Returns the configs that are not frozen, keyword-only and slotted.
+
+    That of transformers is its own: the PyTorch export has a class of it.
+    """
     matches = []
     for owner in ast.walk(tree):
         if isinstance(owner, ast.ClassDef) and owner.name.endswith("Config"):
+            if "PretrainedConfig" in map(ast.unparse, owner.bases):
+                continue
             decorators = [ast.unparse(line) for line in owner.decorator_list]
             wanted = ("frozen=True", "kw_only=True", "slots=True")
             if not any(all(word in line for word in wanted) for line in decorators):
