@@ -32,7 +32,7 @@ from recurjax.convert.loading import load_model
 from recurjax.convert.parity import NotMeasured, Parity
 from recurjax.convert.pieces import Piece
 from recurjax.convert.torch.names import torch_pieces
-from recurjax.data.config import Bytes
+from recurjax.data.config import Bytes, DataConfig
 from recurjax.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,
@@ -330,7 +330,7 @@ def _joined(texts: list[str]) -> str:
                 from_modules.setdefault(str(node.module), set()).update(names)
         bodies.append("\n".join(lines).strip())
     head = "\n\n".join(
-        ["Written by recurjax; needs Python >= 3.10, torch >= 2.2, safetensors, numpy."]
+        ["Written by recurjax; needs Python >= 3.10, torch >= 2.4, safetensors, numpy."]
         + [docstrings[2], docstrings[1]]
     )
     imports = sorted(plain) + [
@@ -378,12 +378,12 @@ def from_torch(
         raise UserError(
             f"{file}: model and experiment.model differ: {'; '.join(changed)}"
         )
-    text = experiment.data.tokenizer
-    tokenizer = (
-        ByteTokenizer(bos=text.bos)
-        if isinstance(text, Bytes)
-        else load_tokenizer(directory)
-    )
+    data = experiment.data
+    if isinstance(data, DataConfig) and isinstance(data.tokenizer, Bytes):
+        # transformers' own saving leaves its file out.
+        tokenizer = ByteTokenizer(bos=data.tokenizer.bos)
+    else:
+        tokenizer = load_tokenizer(directory)
     source = open_directory(directory)
     # The tensors' names and shapes come from the model, not from the file.
     model = load_model(config, torch_pieces(config), source, mesh=mesh, report=report)
