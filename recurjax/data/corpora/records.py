@@ -57,6 +57,8 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
                 f"it has: {', '.join(schema.names)}"
             )
         kind = schema.field(corpus.field).type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not is_text and not pa.types.is_string_view(kind):
             raise UserError(
@@ -66,13 +68,20 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
     def documents() -> Iterator[tuple[str, int]]:
         done = 0
         for file in files:
+            before = done
             try:
                 with pq.ParquetFile(file.local()) as table:
                     # One column, some rows at a time: other columns are never read.
                     for batch in table.iter_batches(_AT_ONCE, columns=[corpus.field]):
                         for text in batch.column(0).to_pylist():
                             done += 1
-                            yield text or "", done  # null is an empty document
+                            if text is None:
+                                raise UserError(
+                                    f"{file}: row {done - before} has null in "
+                                    f"{corpus.field!r}, it must hold a string: leave "
+                                    "such rows out"
+                                )
+                            yield text, done
             except (OSError, pa.ArrowException) as error:
                 raise UserError(f"cannot read {file}: {error}") from error
 

@@ -130,12 +130,20 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
     assert texts_of(corpus) == ["a\ufffdz 🌍"]
 
 
-def test_parquet_rows_are_documents_and_nulls_are_left_out(tmp_path):
-    for name, rows in (("a", [*TEXTS, None]), ("b", ["last", ""])):
-        table = pa.table({"n": range(len(rows)), "body": rows})
+def test_parquet_rows_are_documents_and_nulls_are_refused(tmp_path):
+    def write(name: str, rows: list) -> None:
+        # In a dictionary, as columns of few texts are.
+        texts = pa.array(rows).dictionary_encode() if name == "b" else pa.array(rows)
+        table = pa.table({"n": range(len(rows)), "body": texts})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=2)
+
+    write("a", TEXTS)
+    write("b", ["last", "", "last"])
     corpus = Parquet(patterns=(str(tmp_path / "*.parquet"),), field="body")
-    assert texts_of(corpus) == [*TEXTS, "last"]
+    assert texts_of(corpus) == [*TEXTS, "last", "last"]
+    write("b", ["last", None])
+    with pytest.raises(UserError, match="b.parquet: row 2 has null in 'body'"):
+        texts_of(corpus)
 
 
 def test_array_records_are_documents(tmp_path):
