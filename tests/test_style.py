@@ -28,6 +28,25 @@ MANY_MODULES = {
     "recurjax.evaluation": "one module a kind of evaluation",
 }
 """Folders that hold more, and why."""
+READERS = {
+    "recurjax.bench.torch_peer": "the answer of its own process",
+    "recurjax.bench.torch_side": "the question of its own process",
+    "recurjax.convert.parity": "the answer of its own process",
+    "recurjax.convert.torch.modules.decoder": "PyTorch's side: no recurjax",
+    "recurjax.convert.torch.modules.hf_reference": "PyTorch's side, likewise",
+    "recurjax.data.chat.process": "the answer of its own process",
+    "recurjax.data.corpora.documents": "half characters become U+FFFD in corpora",
+    "recurjax.data.prepared.directory": "a copy of its own values",
+    "recurjax.data.chat.program": "the request of the process that started it",
+    "recurjax.machine.process_group": "messages of its own processes",
+    "recurjax.plan.child": "the request of the process that started it",
+    "recurjax.plan.compilers": "the answer of its own process",
+    "recurjax.training.agreement": "messages of its own processes",
+    "recurjax.training.checkpoint.checkpoints": "messages of its own processes",
+    "recurjax.training.checkpoint.manifest": "a copy of its own values",
+    "recurjax.training.run.run_directory": "messages of its own processes",
+}
+"""Modules outside of `recurjax.files` that parse JSON or arrays themselves, and why."""
 TWINS = "recurjax.convert.torch.modules."
 """PyTorch's templates: each class is the twin of ours and has its name."""
 FORBIDDEN_NAMES = ("utils", "util", "common", "helpers", "helper", "_lib", "misc")
@@ -280,6 +299,29 @@ def test_no_file_breaks_the_rule(check):
 )
 def test_a_broken_rule_is_seen(check, code):
     assert len(check(ast.parse(code))) == 1
+
+
+def bare_readers(tree: ast.Module) -> list[str]:
+    """Returns where JSON or arrays are read without a sentence for what is wrong."""
+    forbidden = {"json.load", "json.loads", "np.load", "numpy.load"}
+    return [
+        f"line {node.lineno}: {ast.unparse(node.func)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in forbidden
+    ]
+
+
+def test_files_from_outside_are_read_by_one_reader():
+    """`recurjax.files` bounds what a file may claim, and names it in what it says."""
+    found = {
+        name
+        for name, path in modules().items()
+        if name.startswith("recurjax.")
+        and not name.startswith("recurjax.files.")
+        and bare_readers(tree_of(path))
+    }
+    assert found - READERS.keys() == set(), "use json_files or arrays of recurjax.files"
+    assert READERS.keys() - found == set(), "these no longer need an exception"
 
 
 def test_assignments_in_init_are_allowed():

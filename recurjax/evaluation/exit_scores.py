@@ -29,6 +29,7 @@ from recurjax.exits import (
     head_logit,
     head_score,
 )
+from recurjax.files.arrays import Expected, read_arrays
 from recurjax.files.atomic import write_atomic
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
@@ -187,12 +188,23 @@ def write_exit_head(run: Path, head: ExitHead) -> Path:
 
 
 def read_exit_head(run: Path) -> ExitHead | None:
-    """Reads a run's head; None: it has none."""
+    """Reads a run's head; None: it has none.
+
+    Raises:
+      UserError: the file is damaged, or holds no head.
+    """
     file = run / HEAD_FILE
     if not file.is_file():
         return None
-    with np.load(file, allow_pickle=False) as arrays:
-        return ExitHead(jnp.asarray(arrays["weight"]), jnp.asarray(arrays["bias"]))
+    expected = {"weight": Expected("f", (None, None)), "bias": Expected("f", (None,))}
+    arrays = read_arrays(file, expected, f"the exit head {file}")
+    weight, bias = arrays["weight"], arrays["bias"]
+    if len(weight) != len(bias):
+        raise UserError(
+            f"the exit head {file} holds weights of {len(weight)} loops and biases of "
+            f"{len(bias)}: fit it again"
+        )
+    return ExitHead(jnp.asarray(weight), jnp.asarray(bias))
 
 
 def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:

@@ -28,6 +28,7 @@ from recurjax.convert.torch import (
 )
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
+from recurjax.files.arrays import Expected, read_array
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.storage import fetched_folder, sent_folder, url_of
 from recurjax.ranges import NonNegativeFloat, NonNegativeInt, RangeChecks
@@ -329,15 +330,9 @@ def _end(out: Path, parity: Parity | NotMeasured) -> int:
 
 
 def _read_ids(file: Path) -> np.ndarray:
-    try:
-        # Without pickles: a file from elsewhere must not be able to run code.
-        ids = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--ids: {file} is not a .npy file of numbers") from error
-    if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.size == 0:
-        raise UserError(
-            f"--ids: {file} must hold whole numbers [B, T], got {ids.dtype}{ids.shape}"
-        )
+    ids = read_array(file, Expected("iu", (None, None)), f"--ids: {file}")
+    if ids.size == 0:
+        raise UserError(f"--ids: {file} holds no tokens")
     return ids
 
 

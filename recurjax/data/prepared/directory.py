@@ -10,7 +10,6 @@ belong to (the last record is shorter), so that token t is in record t // block.
 """
 
 import hashlib
-import io
 import json
 import threading
 from bisect import bisect_right
@@ -25,6 +24,7 @@ from jaxtyping import Int32
 
 from recurjax.data.streams import Span
 from recurjax.errors import UserError
+from recurjax.files.arrays import Expected, read_array
 from recurjax.files.atomic import inside, new_folder, sha256_of
 from recurjax.files.json_files import read_json_object
 from recurjax.files.storage import (
@@ -401,14 +401,5 @@ def _read_index(path: Path, manifest: PreparedManifest) -> np.ndarray:
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != manifest.index_sha256:
         raise UserError(f"{path} is damaged: prepare the data again")
-    try:
-        # Without pickles: an index must not be able to run code.
-        starts = np.load(io.BytesIO(data), allow_pickle=False)
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-    if starts.dtype != np.int64 or starts.shape != (manifest.documents,):
-        raise UserError(
-            f"{path} is damaged: it holds {starts.dtype}{starts.shape}, not the begins "
-            f"of {manifest.documents} documents"
-        )
-    return starts
+    expected = Expected("i", (manifest.documents,))
+    return read_array(data, expected, f"the index {path}").astype(np.int64, copy=False)

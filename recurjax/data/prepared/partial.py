@@ -24,6 +24,7 @@ import numpy as np
 
 from recurjax.data.prepared.directory import Shard
 from recurjax.errors import UserError
+from recurjax.files.arrays import Expected, read_array
 from recurjax.files.atomic import force_to_disk, refuse_existing, write_atomic
 from recurjax.files.json_files import read_json_object
 
@@ -144,9 +145,9 @@ class Partial:
         try:
             shards = tuple(Shard(**shard) for shard in progress["shards"])
             self._pieces = int(progress["pieces"])
+            files = [self.folder / _documents(n) for n in range(self._pieces)]
             pieces = [
-                np.load(self.folder / _documents(n), allow_pickle=False)
-                for n in range(self._pieces)
+                read_array(file, Expected("i", (2, None)), str(file)) for file in files
             ]
             starts, sizes = np.concatenate(pieces, axis=1)
             state = PartialState(

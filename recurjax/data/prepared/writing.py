@@ -47,6 +47,7 @@ from recurjax.data.streams import (
 )
 from recurjax.data.tokenizers import Tokenizer, load_tokenizer
 from recurjax.errors import UserError
+from recurjax.files.arrays import Expected, read_array
 from recurjax.files.atomic import sha256_of
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.version import VERSION
@@ -224,7 +225,8 @@ def merge(
                 progress(Progress(before + end, total, tokens, before + end))
             # Begins count from the first token of all parts.
             starts.append(stream.starts + before)
-            sizes.append(np.load(part / BYTES, allow_pickle=False))
+            expected = Expected("i", (manifest.documents,))
+            sizes.append(read_array(part / BYTES, expected, f"{part / BYTES}"))
             before += stream.tokens
         if pending:
             writer.write(pending)

@@ -641,7 +641,7 @@ def _renamed(definition: str, marks: Mapping[str, str]) -> dict[str, Any]:
 
     In the vocabulary too: a piece of that name could be made of a user's text.
     """
-    values = json.loads(definition)
+    values = parse_json(definition, "it")
     for row in values.get("added_tokens") or []:
         row["content"] = marks.get(row["content"], row["content"])
     model = values["model"]
