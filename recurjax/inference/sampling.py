@@ -78,13 +78,15 @@ class RowSampling(NamedTuple):
 def sampling_rows(configs: Sequence[SamplingConfig]) -> RowSampling:
     """Makes the arrays of a batch, one config a row; numpy's, which compile nothing."""
     wide = jax.dtypes.canonicalize_dtype(np.float64)
-    # Below the smallest normal number a device may read a temperature as zero.
+    # Below the smallest normal number a device may read a setting as zero.
     least, most = float(np.finfo(np.float32).tiny), np.iinfo(np.int32).max
 
     def row(config: SamplingConfig) -> tuple[float, ...]:
         temperature = config.temperature and max(config.temperature, least)
         floor = math.log(config.min_p) if config.min_p else -math.inf
-        return config.repetition_penalty, temperature, config.top_p, floor
+        # A penalty that turns no logit into an infinity, whose difference is no number.
+        penalty = min(max(config.repetition_penalty, 1e-30), 1e30)
+        return penalty, temperature, max(config.top_p, least), floor
 
     penalty, temperature, top_p, floor = np.array([*map(row, configs)], wide).T
     top_k = [min(config.top_k or most, most) for config in configs]

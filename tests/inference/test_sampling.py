@@ -142,9 +142,19 @@ def test_draws_follow_the_filtered_softmax():
 
 def test_temperature_zero_is_the_argmax_and_a_tiny_one_nearly():
     keys, want = row_keys(0, ROWS), LOGITS.argmax(axis=1).tolist()
-    for temperature in (0.0, 1e-30):
-        config = SamplingConfig(temperature=temperature, top_p=0.9)
+    for temperature, top_p in ((0.0, 0.9), (1e-30, 0.9), (1.0, 1e-45), (1.0, 1e-300)):
+        config = SamplingConfig(temperature=temperature, top_p=top_p)
         assert draw(keys, jnp.asarray(LOGITS), None, config=config).tolist() == want
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e38])
+def test_an_extreme_penalty_leaves_numbers(penalty):
+    logits = jnp.array([[3.0, 2.0, -1.0, 0.0]])
+    seen = jnp.array([[False, True, True, True]])
+    config = SamplingConfig(repetition_penalty=penalty)
+    [token] = draw(row_keys(0, 1), logits, seen, config=config).tolist()
+    # Far below 1 a penalty is a preference for what was seen.
+    assert token == 1 if penalty < 1 else token in (0, 1, 3)
 
 
 def test_a_row_draws_the_same_alone_as_among_others():
