@@ -28,6 +28,7 @@ from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
 from recurjax.inference.engine.memory import in_words, state_size
 from recurjax.inference.sampling import PLAIN, SamplingConfig
+from recurjax.machine import terminal
 from recurjax.model import Decoder
 from recurjax.ranges import (
     Fraction,
@@ -473,12 +474,8 @@ class _Terminal:
         return line.rstrip("\r\n") if line else None
 
     def _show(self, answer: Callable) -> None:
-        def show(piece: str) -> None:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-
-        answer(show)
-        show("\n")
+        answer(terminal.write)
+        terminal.write("\n")
         last = self._talk.last
         if last is not None and last.reason == "you":
             _tell("(stopped)")

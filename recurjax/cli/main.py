@@ -115,6 +115,13 @@ def _answer(argv: Sequence[str] | None) -> int:
     except Exception as error:
         if early_interrupt.was_noted() and not debug:
             return _interrupted()  # native code makes an error of its own of it
+        if isinstance(error, MemoryError):
+            print(
+                "recurjax: this machine's memory is full: make the batch, the length "
+                "or the lines of the files that are read smaller",
+                file=sys.stderr,
+            )
+            return 2
         if not _is_out_of_memory(error):
             if debug:
                 raise
@@ -181,8 +188,6 @@ def _unforeseen(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError):
-        return True
     # By name: commands that need no device do not import jax.
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(
         error

@@ -25,6 +25,7 @@ from recurjax.inference.generate import (
     continue_prompts,
 )
 from recurjax.inference.sampling import SamplingConfig
+from recurjax.machine import terminal
 from recurjax.machine.distributed import start_processes
 from recurjax.ranges import (
     Fraction,
@@ -333,9 +334,7 @@ def _speed(timing: Timing) -> str:
 def _show(text: str) -> None:
     if jax.process_index() > 0:
         return
-    sys.stdout.write(text)
-    # Python would hold short pieces back until a line is full.
-    sys.stdout.flush()
+    terminal.write(text)
 
 
 def _tell(text: str) -> None:

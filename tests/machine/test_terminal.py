@@ -1,0 +1,22 @@
+import io
+import sys
+
+import pytest
+
+from recurjax.machine import terminal
+
+TEXT = "\x1b]0;title\x07 \x1b[2J\x9b31m\r a\tb\nné 🌍\x7f\x00"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind, clean", [(Terminal, True), (io.StringIO, False)])
+def test_a_models_text_is_no_command_to_a_terminal(kind, clean, monkeypatch):
+    out = kind()
+    monkeypatch.setattr(sys, "stdout", out)
+    terminal.write(TEXT)
+    shown = "␛]0;title␇ ␛[2J\ufffd31m␍ a\tb\nné 🌍␡␀"
+    assert out.getvalue() == (shown if clean else TEXT)
