@@ -125,7 +125,12 @@ def client_seconds(port: int, load: Load) -> float:
     def ask(prompt: list[int]) -> None:
         wish = {"max_tokens": load.new_tokens, "ignore_eos": True, "stream": True}
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        link.request("POST", "/v1/completions", json.dumps({"prompt": prompt, **wish}))
+        link.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({"prompt": prompt, **wish}),
+            {"Content-Type": "application/json"},
+        )
         answer = link.getresponse()
         text = answer.read()
         if answer.status != 200 or not text.endswith(b"data: [DONE]\n\n"):

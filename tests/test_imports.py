@@ -227,7 +227,11 @@ def names_in(module: str) -> set[str]:
     bound = set()
     for node in ast.walk(tree_of(path)):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 bound.add(name)
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 bound |= {(name.asname or name.name).split(".")[0] for name in names}

@@ -1,5 +1,6 @@
 """`recurjax serve`: models behind HTTP, in OpenAI's words."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from recurjax.evaluation.exit_scores import read_exit_head
 from recurjax.exits import ExitHead, parse_rule
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
+from recurjax.inference.engine.config import MOST_STOPS
 from recurjax.inference.engine.memory import slots_that_fit, state_sizes
 from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.model import Decoder
@@ -71,6 +73,8 @@ class ServeOptions(RangeChecks):
       api_key_file: a file with the key that requests must bring.
       template: a chat template for runs without one.
       cors: origins of web pages that may ask, such as http://localhost:3000.
+      allowed_host: further names of this machine that clients may use; at 0.0.0.0 any
+        IP address is one.
       grace: seconds that open requests have when the server is told to end.
       mesh: devices that each model lies on.
     """
@@ -92,6 +96,7 @@ class ServeOptions(RangeChecks):
     api_key_file: Path | None = None
     template: Path | None = None
     cors: tuple[str, ...] = ()
+    allowed_host: tuple[str, ...] = ()
     grace: NonNegativeFloat = 30.0
     mesh: MeshConfig = MeshConfig(data=1)
 
@@ -107,7 +112,7 @@ def run(argv: list[str]) -> int:
     options = parse(ServeOptions, argv, prog="recurjax serve")
     try:
         # Needs packages that not everybody has.
-        from recurjax.serving.app import App
+        from recurjax.serving.app import LOOPBACK, App
         from recurjax.serving.server import bind, serve
     except ImportError as error:
         raise UserError(
@@ -131,8 +136,24 @@ def run(argv: list[str]) -> int:
     ]
     host, port = bound.getsockname()[:2]
     _tell(f"listening on http://{host}:{port} (health: 503 until compiled)")
-    app = App({model.name: model for model in served}, api_key=key, cors=options.cors)
-    serve(app, [model.worker for model in served], bound, grace=options.grace)
+    if key is None and options.host not in LOOPBACK:
+        _tell(
+            f"--host {options.host} without --api-key-file: whoever reaches this port "
+            "may use the models"
+        )
+    app = App(
+        {model.name: model for model in served},
+        api_key=key,
+        cors=options.cors,
+        hosts=(*LOOPBACK, options.host, *options.allowed_host),
+        addresses=options.host in ("0.0.0.0", "::"),
+    )
+    workers = [model.worker for model in served]
+    serve(app, workers, bound, grace=options.grace)
+    if any(worker.compiles for worker in workers):
+        # Nothing interrupts XLA's compiler, and Python's exit would wait for it.
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 
@@ -148,6 +169,13 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     )
     if loaded.tokenizer.eos is None:
         _tell(f"{name}: its tokenizer has no EOS: only a limit or a stop ends a text")
+    ends = text_ends(loaded.tokenizer)
+    if len(ends) > MOST_STOPS:
+        raise UserError(
+            f"{path}: its eos_token_id names {len(ends)} tokens that end a text, an "
+            f"engine has room for {MOST_STOPS}: leave some of them out in "
+            "tokenizer/generation_config.json"
+        )
     if template is None:
         _tell(f"{name}: no chat template: completions only, or give --template FILE")
     most = loaded.model.config.max_length
@@ -189,7 +217,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         ),
         tokenizer=loaded.tokenizer,
         template=template,
-        ends=text_ends(loaded.tokenizer),
+        ends=ends,
         sizes=state_sizes(loaded.model, length),
         exits=strategy.loops(loaded.model),
         sampling=loaded.tokenizer.settings.sampling,
@@ -224,6 +252,10 @@ def _read_key(file: Path) -> str:
         raise UserError(f"cannot read the API key from {file}: {error}") from error
     if not key:
         raise UserError(f"{file} is empty: write the API key into it")
+    if not all("!" <= sign <= "~" for sign in key):
+        raise UserError(
+            f"the API key in {file} must be ASCII without spaces: HTTP sends no other"
+        )
     return key
 
 

@@ -1,9 +1,10 @@
 """The routes: bodies in, engines asked, JSON and server-sent events out."""
 
+import asyncio
 import hmac
+import ipaddress
 import time
 import traceback
-from asyncio import get_running_loop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -47,8 +48,19 @@ _ONLY_ITSELF = (
 """What the page may load: nothing but what this server answers."""
 
 LARGEST_BODY = 16 * 2**20
+LARGEST_BODIES = 8 * LARGEST_BODY
+"""Bytes of all bodies that are read at one time."""
+BODY_SECONDS = 30.0
+"""A body must have come within this time."""
+LARGEST_TEXT = 2**23
+"""Bytes of a text to tokenize."""
+MOST_IDS = 2**20
+"""Tokens to write as text."""
 _SMALL_BODY = 2**16
 """Bytes of a body that the event loop itself reads: a thread would take longer."""
+_LONGEST_TOKEN = 128
+"""Bytes of text for each token of a slot, of tokenizers without a longest token."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +99,8 @@ class App:
         *,
         api_key: str | None = None,
         cors: Sequence[str] = (),
+        hosts: Sequence[str] = LOOPBACK,
+        addresses: bool = False,
     ):
         """Makes the routes.
 
@@ -94,11 +108,19 @@ class App:
           models: by the names that clients use.
           api_key: asked of every route but /health.
           cors: origins of web pages that may ask.
+          hosts: names by which clients may call this server. A page of another site
+            can reach it by a name of its own, which it lets point here.
+          addresses: also answer to any IP address, which no such page can use.
         """
         self._models, self._key = dict(models), api_key
+        self._cors, self._addresses = tuple(cors), addresses
+        self._hosts = frozenset(name.lower() for name in hosts)
+        self._held = 0  # bytes of bodies
         # Texts are tokenized and rendered here, so that a long one stops no other
         # request: the tokenizer's library lets go of the interpreter.
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        # Texts that only /tokenize takes: chats wait behind none of them.
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long")
         # Not the process's own registry: two servers in a process stay apart.
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry, lambda: self._workers())
@@ -132,18 +154,23 @@ class App:
             else [],
         )
 
-    async def _in_pool(self, function: Callable[..., T], *values: Any) -> T:
-        """Runs a function of texts in a thread of the pool."""
-        return await get_running_loop().run_in_executor(self._pool, function, *values)
+    async def _in_pool(
+        self, function: Callable[..., T], *values: Any, long: bool = False
+    ) -> T:
+        """Runs a function of texts in a thread, of its own pool where it takes long."""
+        pool = self._long_pool if long else self._pool
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, function, *values)
 
     def _workers(self) -> dict[str, Worker]:
         return {name: served.worker for name, served in self._models.items()}
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Any]]):
-        """Turns what is raised into JSON, and asks for the key."""
+        """Turns what is raised into JSON, and checks who asks."""
 
         async def guarded(request: Request) -> Any:
             try:
+                self._check_origin(request)
                 # Load balancers ask for health and have no key; the page asks its
                 # reader for one.
                 if request.url.path not in ("/health", "/"):
@@ -164,6 +191,35 @@ class App:
 
         return guarded
 
+    def _check_origin(self, request: Request) -> None:
+        """Refuses web pages of other sites, which reach servers of this machine too.
+
+        Raises:
+          RequestError: 403.
+        """
+        host = request.headers.get("host")
+        # Every browser names the host; a client that does not is none.
+        if host is not None and not self._is_host(_name_of(host)):
+            raise RequestError(
+                403,
+                f"this server is not {host[:100]!r}: ask it by one of "
+                f"{', '.join(sorted(self._hosts))}, or start it with --allowed-host",
+            )
+        origin = request.headers.get("origin")
+        if origin is None or origin in self._cors or "*" in self._cors:
+            return
+        if origin.partition("://")[2] != host:
+            raise RequestError(
+                403,
+                f"pages of {origin[:100]!r} may not ask this server: start it with "
+                "--cors ORIGIN for those that may",
+            )
+
+    def _is_host(self, name: str) -> bool:
+        if name in self._hosts or "*" in self._hosts:
+            return True
+        return self._addresses and _is_address(name)
+
     def _check_key(self, request: Request) -> None:
         if self._key is None:
             return
@@ -172,16 +228,37 @@ class App:
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             raise RequestError(401, "the API key is missing or wrong")
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        # Read in pieces, so that a body too large is refused before it is held.
+    async def _read(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+        """Returns what `read` makes of a body; it runs in the pool for a large one."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind.lower() != "application/json":
+            # A page of another site can send any other kind without a question first.
+            raise RequestError(
+                415,
+                f"the content-type must be application/json, got {kind[:100]!r}",
+            )
         data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > LARGEST_BODY:
-                raise RequestError(413, f"a body may have {LARGEST_BODY} bytes")
-        if len(data) < _SMALL_BODY:
-            return read_body(bytes(data))
-        return await self._in_pool(read_body, bytes(data))
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                # In pieces, so that a body too large is refused before it is held.
+                async for part in request.stream():
+                    data += part
+                    self._held += len(part)
+                    if len(data) > LARGEST_BODY:
+                        raise RequestError(413, f"a body may have {LARGEST_BODY} bytes")
+                    if self._held > LARGEST_BODIES:
+                        raise RequestError(
+                            429, "too many bodies come in at once: try again later"
+                        )
+            if len(data) < _SMALL_BODY:
+                return read(read_body(bytes(data)))
+            return await self._in_pool(lambda: read(read_body(bytes(data))))
+        except TimeoutError:
+            raise RequestError(
+                408, f"the body has not come within {BODY_SECONDS:g} s"
+            ) from None
+        finally:
+            self._held -= len(data)
 
     def _model(self, body: Mapping[str, Any]) -> Served:
         name = body.get("model")
@@ -194,8 +271,9 @@ class App:
                 raise RequestError(
                     400, f"say which model: it is one of {known}", field="model"
                 )
+            shown = repr(name)[:100]
             raise RequestError(
-                404, f"there is no model {name!r}: it is one of {known}", field="model"
+                404, f"there is no model {shown}: it is one of {known}", field="model"
             )
         return self._models[name]
 
@@ -232,10 +310,17 @@ class App:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._read(request, lambda body: body)
         served, text = self._model(body), body.get("prompt")
         if not isinstance(text, str):
             raise RequestError(400, "prompt must be a text", field="prompt")
+        if (size := len(text.encode())) > LARGEST_TEXT:
+            raise RequestError(
+                400,
+                f"prompt has {size:,} bytes, of at most {LARGEST_TEXT:,}: send it in "
+                "parts",
+                field="prompt",
+            )
         # As in vLLM: BOS comes unless it is refused.
         special = body.get("add_special_tokens", True) is not False
         # A special token's name alone is that token, so that a client can learn its id;
@@ -244,25 +329,37 @@ class App:
         if not special and text in named:
             ids = [named[text]]
         else:
-            ids = await self._in_pool(_encode, served.tokenizer, text, special)
+            ids = await self._in_pool(
+                _encode, served.tokenizer, text, special, long=size > _SMALL_BODY
+            )
         answer = {"tokens": ids, "count": len(ids)}
         return await self._in_pool(JSONResponse, answer)
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        served, ids = self._model(body), body.get("tokens")
-        most = served.tokenizer.vocabulary
-        if not isinstance(ids, list) or not all(
-            # `type`, not isinstance: true and false are ints to Python.
-            type(token) is int and 0 <= token < most
-            for token in ids
-        ):
-            raise RequestError(
-                400,
-                f"tokens must be a list of ids from 0 to {most - 1}",
-                field="tokens",
-            )
-        text = await self._in_pool(served.tokenizer.decode, ids)
+        def read(body: dict[str, Any]) -> tuple[Served, list[int]]:
+            served, ids = self._model(body), body.get("tokens")
+            most = served.tokenizer.vocabulary
+            if (
+                not isinstance(ids, list)
+                or len(ids) > MOST_IDS
+                or not all(
+                    # `type`, not isinstance: true and false are ints to Python.
+                    type(token) is int and 0 <= token < most
+                    for token in ids
+                )
+            ):
+                raise RequestError(
+                    400,
+                    f"tokens must be a list of at most {MOST_IDS:,} ids from 0 to "
+                    f"{most - 1}",
+                    field="tokens",
+                )
+            return served, ids
+
+        served, ids = await self._read(request, read)
+        text = await self._in_pool(
+            served.tokenizer.decode, ids, long=len(ids) > _SMALL_BODY
+        )
         return await self._in_pool(JSONResponse, {"prompt": text})
 
     async def _tokenizer_info(self, request: Request) -> Response:
@@ -286,9 +383,14 @@ class App:
         )
 
     async def _complete(self, request: Request) -> Any:
-        body = await self._body(request)
-        served = self._model(body)
-        wanted = read_wishes(body, chat=False, defaults=served.sampling)
+        def read(body: dict[str, Any]) -> tuple[Served, Wanted, list[Any]]:
+            served = self._model(body)
+            wanted = read_wishes(body, chat=False, defaults=served.sampling)
+            prompts = read_prompts(body)
+            check_budget(served, prompts, n=wanted.n)
+            return served, wanted, list(prompts)
+
+        served, wanted, given = await self._read(request, read)
         scored = wanted.echo and wanted.top_logprobs is not None
         served.worker.ready()
         if scored and served.worker.scorer is None:
@@ -298,33 +400,34 @@ class App:
                 "or start it with --echo-logprobs on one device",
                 field="echo",
             )
-        given = read_prompts(body)
-        # Counted and measured before any of it is tokenized.
-        served.worker.check_count(len(given) * wanted.n)
-        room = served.worker.ready().config.length
         prompts: list[list[int]] = []
         for prompt in given:
             if isinstance(prompt, str):
-                _check_size(served.tokenizer, len(prompt.encode()), room, "prompt")
                 prompt = await self._in_pool(_encode, served.tokenizer, prompt, True)
             prompts.append(prompt)
-        return self._answer(served, prompts, wanted, scored=scored)
+        begins = [""] * len(prompts)
+        if wanted.echo:
+            begins = [
+                await self._in_pool(served.tokenizer.decode, ids) for ids in prompts
+            ]
+        return self._answer(served, prompts, wanted, begins=begins, scored=scored)
 
     async def _chat(self, request: Request) -> Any:
-        body = await self._body(request)
-        served = self._model(body)
-        wanted = read_wishes(body, chat=True, defaults=served.sampling)
-        messages, options = read_messages(body), read_template_options(body)
+        def read(body: dict[str, Any]) -> tuple[Served, Wanted, Any, Any]:
+            served = self._model(body)
+            wanted = read_wishes(body, chat=True, defaults=served.sampling)
+            messages, options = read_messages(body), read_template_options(body)
+            text = "".join(message["content"] for message in messages)
+            check_budget(served, [text], n=wanted.n, field="messages")
+            return served, wanted, messages, options
+
+        served, wanted, messages, options = await self._read(request, read)
         if served.template is None:
             raise RequestError(
                 400,
                 f"{served.name} has no chat template: use /v1/completions, or serve it "
                 "with --template",
             )
-        served.worker.check_count(wanted.n)
-        room = served.worker.ready().config.length
-        size = sum(len(message["content"].encode()) for message in messages)
-        _check_size(served.tokenizer, size, room, "messages")
         # OpenAI's newer name of the system's role, for templates that know the older.
         if "developer" not in served.template.source:
             for message in messages:
@@ -343,6 +446,7 @@ class App:
         prompts: list[list[int]],
         wanted: Wanted,
         *,
+        begins: Sequence[str] = ("",),
         chat: bool = False,
         scored: bool = False,
     ) -> Any:
@@ -368,6 +472,7 @@ class App:
                 )
         requests = []
         for prompt in prompts:
+            ids = np.asarray(prompt, np.int64)
             # The last token is sampled, not read: it needs no place in the cache.
             room = max(engine.config.length - len(prompt) + 1, 1)
             limit = room if wanted.max_tokens is None else wanted.max_tokens
@@ -376,7 +481,7 @@ class App:
                 settings = wanted.request_settings(
                     limit=limit, choice=choice, ends=served.ends
                 )
-                requests.append((np.asarray(prompt, np.int64), settings))
+                requests.append((ids, settings))
         if any(len(prompt) == 0 for prompt in prompts):
             raise RequestError(400, "the prompt has no tokens", field="prompt")
         streams = served.worker.submit(
@@ -387,7 +492,7 @@ class App:
             Choice(
                 index=index,
                 stream=stream,
-                begin=tokenizer.decode(stream.prompt) if wanted.echo else "",
+                begin=begins[index // wanted.n],
             )
             for index, stream in enumerate(streams)
         ]
@@ -410,16 +515,54 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     return JSONResponse(RequestError(status, said).body(), status_code=status)
 
 
-def _check_size(tokenizer: Tokenizer, size: int, room: int, field: str) -> None:
-    """Refuses a text whose bytes cannot fit into a slot, before it is tokenized."""
-    longest = tokenizer.longest_token
-    if longest is not None and size > room * longest:
-        raise RequestError(
-            400,
-            f"{field} has {size:,} bytes, a slot has {room:,} tokens of at most "
-            f"{longest} bytes each: send a shorter text",
-            field=field,
-        )
+def check_budget(
+    served: Served, prompts: Sequence[str | list[int]], *, n: int, field: str = "prompt"
+) -> None:
+    """Refuses a request by its lengths, before any work is done for it.
+
+    Its texts (prompts times n) are at most the model's slots and places in the queue;
+    a prompt has at most a slot's tokens, and a text the bytes of so many.
+
+    Args:
+      served: of the model.
+      prompts: texts or tokens.
+      n: choices of each.
+      field: of the body, for the message.
+
+    Raises:
+      RequestError: 400.
+    """
+    served.worker.check_count(n * len(prompts))
+    room = served.worker.ready().config.length
+    longest = served.tokenizer.longest_token or _LONGEST_TOKEN
+    for prompt in prompts:
+        if isinstance(prompt, str) and len(prompt.encode()) > room * longest:
+            raise RequestError(
+                400,
+                f"{field} has {len(prompt.encode()):,} bytes, a slot has {room:,} "
+                f"tokens of at most {longest} bytes each: send a shorter text",
+                field=field,
+            )
+        if not isinstance(prompt, str) and len(prompt) > room:
+            raise RequestError(
+                400,
+                f"{field} has {len(prompt):,} tokens, a slot has {room:,}: send fewer",
+                field=field,
+            )
+
+
+def _name_of(host: str) -> str:
+    """Returns the name in a Host header, without port and brackets."""
+    name = host.rpartition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.removeprefix("[").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _encode(tokenizer: Tokenizer, text: str, bos: bool) -> list[int]:

@@ -15,6 +15,10 @@ from recurjax.serving.errors import RequestError
 
 MOST_CHOICES = 64
 MOST_STOP_STRINGS = 16
+MOST_MESSAGES = 4096
+LONGEST_ROLE = 64
+LONGEST_OPTIONS = 2**16
+"""Characters of `chat_template_kwargs`, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +99,9 @@ def read_wishes(
     for name in body:
         if name not in known:
             raise RequestError(
-                400, f"there is no field {name!r} in such a request", field=name
+                400,
+                f"there is no field {repr(name)[:100]} in such a request",
+                field=name[:100],
             )
     # Clients send OpenAI's defaults along; those change nothing here.
     for name, neutral in NEUTRAL.items():
@@ -117,7 +123,8 @@ def read_wishes(
     options = _single(body, "stream_options", {}, dict, "an object")
     for name in options:
         if name != "include_usage":
-            raise RequestError(400, f"stream_options has no {name!r}", field=name)
+            shown = repr(name)[:100]
+            raise RequestError(400, f"stream_options has no {shown}", field=name[:100])
     top = _top_logprobs(body, chat=chat)
     seed = _number(body, "seed", None, whole=True, least=-(2**63), most=2**64)
     # 0 and -1 say in other servers' words that all tokens are kept.
@@ -194,6 +201,12 @@ def _are_ids(values: list[Any]) -> bool:
 def read_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Reads `chat_template_kwargs`: further variables of the chat template."""
     options = _single(body, "chat_template_kwargs", {}, dict, "an object")
+    if len(json.dumps(options)) > LONGEST_OPTIONS:
+        raise RequestError(
+            400,
+            f"chat_template_kwargs may have {LONGEST_OPTIONS:,} characters of JSON",
+            field="chat_template_kwargs",
+        )
     for name in ("messages", "add_generation_prompt"):
         if name in options:
             raise RequestError(
@@ -207,9 +220,11 @@ def read_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     """Reads `messages`: a role and a text each."""
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
         raise RequestError(
-            400, "messages must be a list of at least one", field="messages"
+            400,
+            f"messages must be a list of at least one and at most {MOST_MESSAGES}",
+            field="messages",
         )
     return [_message(message, number) for number, message in enumerate(messages)]
 
@@ -219,6 +234,10 @@ def _message(message: Any, number: int) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(
             400, f"{where} must have a role and a content", field="messages"
+        )
+    if len(message["role"]) > LONGEST_ROLE:
+        raise RequestError(
+            400, f"{where}: a role may have {LONGEST_ROLE} characters", field="messages"
         )
     content = message.get("content")
     # Content in parts: those of text are joined, any other kind is refused.

@@ -6,14 +6,21 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import uvicorn  # pyright: ignore[reportMissingImports]
+from uvicorn.protocols.http.h11_impl import (  # pyright: ignore[reportMissingImports]
+    H11Protocol,
+)
 
 from recurjax.errors import UserError
 from recurjax.serving.app import App
 from recurjax.serving.worker import Worker
 
 _LOOK_SECONDS = 0.05
+HEADER_SECONDS = 10.0
+"""The headers of a request must have come within this time."""
+MOST_CONNECTIONS = 512
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -52,6 +59,10 @@ def serve(
     Args:
       grace: seconds that open requests have for their end.
       ends: ends it too, for a server that is not in the main thread.
+
+    Raises:
+      UserError: the engines have stopped by an error; whoever started this process may
+        start it again.
     """
     for worker in workers:
         worker.start()
@@ -60,6 +71,9 @@ def serve(
     finally:
         for worker in workers:
             worker.stop()
+    broken = [worker.broken for worker in workers if worker.broken is not None]
+    if broken:
+        raise UserError(f"the engine has stopped: {broken[0]}")
 
 
 async def _serve(
@@ -71,7 +85,11 @@ async def _serve(
 ) -> None:
     # Sockets are passed in already bound; the lifespan protocol has no use here.
     config = uvicorn.Config(
-        app.asgi, log_level="warning", lifespan="off", timeout_graceful_shutdown=5
+        app.asgi,
+        http=_Connection,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=5,
     )
     server, ending = _Server(config), threading.Event()
     loop = asyncio.get_running_loop()
@@ -81,7 +99,11 @@ async def _serve(
             loop.add_signal_handler(number, ending.set)
 
     async def end() -> None:
-        while not (ending.is_set() or (ends is not None and ends.is_set())):
+        while not (
+            ending.is_set()
+            or (ends is not None and ends.is_set())
+            or all(worker.broken is not None for worker in workers)
+        ):
             # Polled: a signal and an event of another thread, with one wait for both.
             await asyncio.sleep(_LOOK_SECONDS)
         for worker in workers:
@@ -97,6 +119,43 @@ async def _serve(
         await server.serve(sockets=[bound])
     finally:
         ender.cancel()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, which waits for a request's headers for a limited time.
+
+    More than `MOST_CONNECTIONS` at one time are closed as they come.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:  # pyright: ignore
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.close()
+        else:
+            self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        if self._deadline is None and (before is None or before.response_complete):
+            self._wait_for_headers()  # of a further request of the same connection
+        super().data_received(data)
+        # A cycle begins when the headers of its request are all there.
+        if self.cycle is not before:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class _Server(uvicorn.Server):

@@ -79,6 +79,10 @@ class WholeAnswer:
                 pass
         except RequestError as error:
             return JSONResponse(error.body(), status_code=error.status)
+        # Probabilities of many tokens take long to write.
+        return await asyncio.to_thread(self._response)
+
+    def _response(self) -> Response:
         return JSONResponse(self._answers.whole(self._talk.choices))
 
 

@@ -115,9 +115,15 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; what runs is dropped."""
+        """Ends the thread; what runs is dropped, and nothing waits for a compiler."""
         self._inbox.put(("stop", None))
-        self._thread.join(timeout=60)
+        if not self.compiles:
+            self._thread.join(timeout=60)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the thread is making its engine."""
+        return self._thread.is_alive() and self.engine is None and self.broken is None
 
     def ready(self) -> Engine:
         """Returns the engine where it takes requests.

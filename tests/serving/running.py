@@ -38,7 +38,9 @@ class Running:
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         if body is not None:
             data = json.dumps(body).encode()
-        link.request("GET" if data is None else "POST", path, data, headers or {})
+        kind = {} if data is None else {"content-type": "application/json"}
+        method = "GET" if data is None else "POST"
+        link.request(method, path, data, kind | (headers or {}))
         answer = link.getresponse()
         text = answer.read().decode()
         link.close()

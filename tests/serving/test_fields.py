@@ -126,6 +126,9 @@ def test_more_texts_than_can_wait_are_refused_before_they_are_tokenized(
     chat = {"messages": [{"role": "user", "content": "a" * 49}]}
     status, message = told(server, "/v1/chat/completions", chat)
     assert status == 400 and "messages has 49 bytes" in message
+    ids = {"prompt": [1] * 49, "n": 6}
+    status, message = told(server, "/v1/completions", ids)
+    assert status == 400 and "prompt has 49 tokens, a slot has 48" in message
 
 
 def served(**options) -> Served:

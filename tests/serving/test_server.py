@@ -236,7 +236,8 @@ def leave_early(server, prompt: str) -> None:
         {"prompt": prompt, "max_tokens": 40, "stream": True, "temperature": 0}
     ).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        "Content-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:

@@ -1,0 +1,339 @@
+"""What a server refuses by who asks, by lengths and by time, before any work."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from recurjax.cli import serve as command
+from recurjax.cli.serve import ServeOptions
+from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.serving import app as serving
+from recurjax.serving import server as port
+from recurjax.serving.app import LOOPBACK, App, Served
+from recurjax.serving.worker import Worker
+from tests.serving.running import GREEDY, told
+from tests.serving.test_fields import answered, served
+
+BODY = json.dumps({"prompt": "ab"}).encode()
+
+
+def status_of(app: App, *headers: tuple[str, str], body: bytes = BODY) -> int:
+    pairs = [(name.encode(), value.encode()) for name, value in headers]
+    return asyncio.run(answered(app, "/tokenize", body, pairs))[0]
+
+
+@pytest.mark.parametrize(
+    "host, status",
+    {
+        "localhost": 200,
+        "localhost:8000": 200,
+        "LocalHost:8000": 200,
+        "127.0.0.1:80": 200,
+        "[::1]:8000": 200,
+        "here.example": 200,
+        "evil.example": 403,
+        "evil.example:8000": 403,
+        "localhost.evil.example": 403,
+        "127.0.0.1.evil.example": 403,
+        "10.1.2.3": 403,
+        "": 403,
+    }.items(),
+)
+def test_a_server_answers_to_its_own_names_alone(host, status):
+    """A page whose name points at this machine could else read every answer."""
+    app = App({"m": served(template=None)}, hosts=(*LOOPBACK, "here.example"))
+    assert status_of(app, ("host", host)) == status
+
+
+def test_at_every_address_any_address_is_a_name():
+    app = App({"m": served(template=None)}, addresses=True)
+    for host in ("10.1.2.3:80", "[2001:db8::1]:80"):
+        assert status_of(app, ("host", host)) == 200
+    assert status_of(app, ("host", "evil.example")) == 403
+
+
+@pytest.mark.parametrize(
+    "origin, status",
+    {
+        "http://localhost:8000": 200,
+        "http://there": 200,
+        "http://there:81": 403,
+        "http://evil.example": 403,
+        "https://localhost": 403,
+        "null": 403,
+        "": 403,
+    }.items(),
+)
+def test_pages_of_other_sites_may_not_ask(origin, status):
+    app = App({"m": served(template=None)}, cors=["http://there"])
+    host = ("host", "localhost:8000")
+    assert status_of(app, host, ("origin", origin)) == status
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
+)
+def test_a_body_must_say_that_it_is_json(kind, server):
+    headers = {"content-type": kind}
+    status, made = server.ask("/tokenize", data=BODY, headers=headers)
+    assert status == 415
+    assert "content-type must be application/json" in made["error"]["message"]
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert server.ask("/tokenize", data=BODY, headers=headers)[0] == 200
+
+
+def bodies(app: App, *parts: dict):
+    """Calls /tokenize with the parts of a body; the client then waits for ever."""
+    left, sent = list(parts), []
+
+    async def receive():
+        if left:
+            return {"type": "http.request", "more_body": True, **left.pop(0)}
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/tokenize",
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+    }
+    asyncio.run(app.asgi(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch):
+    monkeypatch.setattr(serving, "BODY_SECONDS", 0.0)
+    app = App({"m": served(template=None)})
+    assert bodies(app) == (408, "the body has not come within 0 s")
+    assert app._held == 0
+
+
+def test_bodies_are_bounded_each_and_together(monkeypatch):
+    monkeypatch.setattr(serving, "LARGEST_BODY", 100)
+    monkeypatch.setattr(serving, "LARGEST_BODIES", 250)
+    app = App({"m": served(template=None)})
+    piece = {"body": b" " * 60}
+    assert bodies(app, piece, piece) == (413, "a body may have 100 bytes")
+    assert app._held == 0
+    app._held = 200  # of other requests
+    status, message = bodies(app, piece)
+    assert status == 429 and "try again later" in message
+    assert app._held == 200
+
+
+def test_texts_to_tokenize_and_ids_to_write_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(serving, "LARGEST_TEXT", 10)
+    monkeypatch.setattr(serving, "MOST_IDS", 10)
+    status, message = told(server, "/tokenize", {"prompt": "é" * 6})
+    assert status == 400 and "prompt has 12 bytes, of at most 10" in message
+    status, message = told(server, "/detokenize", {"tokens": [1] * 11})
+    assert status == 400 and "a list of at most 10 ids" in message
+
+
+def test_what_a_client_wrote_is_not_echoed_in_full(server):
+    long = "x" * 10**5
+    for body in ({"model": long}, {long: 1}, {"stream_options": {long: 1}}):
+        status, made = server.ask("/v1/completions", {"prompt": "a"} | body)
+        assert status in (400, 404) and len(json.dumps(made)) < 600
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    {
+        "chat_template_kwargs": {"a": "x" * 2**16},
+        "messages": [{"role": "r" * 65, "content": "x"}],
+    }.items(),
+)
+def test_what_a_template_gets_is_bounded(field, value, server):
+    talk = {"messages": [{"role": "user", "content": "x"}], **GREEDY, field: value}
+    status, message = told(server, "/v1/chat/completions", talk)
+    assert status == 400 and "characters" in message
+
+
+def test_a_large_body_is_read_outside_of_the_event_loop(monkeypatch):
+    """By counters: what reads the body runs in the pool, and nothing else does."""
+    app = App({"m": served(template=None)})
+    in_pool, plain = [], app._in_pool
+
+    async def counted(function, *values, **options):
+        in_pool.append(function)
+        return await plain(function, *values, **options)
+
+    monkeypatch.setattr(app, "_in_pool", counted)
+    small = json.dumps({"tokens": [1]}).encode()
+    large = json.dumps({"tokens": [1] * 40_000}).encode()
+    for body, count in ((small, 2), (large, 3)):
+        in_pool.clear()
+        assert asyncio.run(answered(app, "/detokenize", body))[0] == 200
+        assert len(in_pool) == count
+
+
+class Clock:
+    """An event loop's timers, which run when a test says so."""
+
+    def __init__(self):
+        self.timers: list[SimpleNamespace] = []
+
+    def call_later(self, seconds, function, *values):
+        timer = SimpleNamespace(seconds=seconds, run=function, open=True)
+        timer.cancel = lambda: setattr(timer, "open", False)
+        self.timers.append(timer)
+        return timer
+
+    def open(self) -> list[float]:
+        return [timer.seconds for timer in self.timers if timer.open]
+
+
+class Transport:
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+    def is_closing(self):
+        return self.closed
+
+    def get_extra_info(self, name):
+        return None
+
+    def write(self, data):
+        pass
+
+    def pause_reading(self):
+        pass
+
+    resume_reading = pause_reading
+
+
+class Task:
+    def add_done_callback(self, call):
+        pass
+
+
+class Tasks(Clock):
+    """A loop whose tasks never run."""
+
+    def create_task(self, work, **options):
+        work.close()
+        return Task()
+
+
+def connection(others: int = 0):
+    import uvicorn  # pyright: ignore[reportMissingImports]
+    from uvicorn.server import ServerState  # pyright: ignore[reportMissingImports]
+
+    async def app(scope, receive, send): ...
+
+    config = uvicorn.Config(app, log_level="critical", lifespan="off")
+    config.load()
+    state = ServerState()
+    state.connections |= {object() for _ in range(others)}  # pyright: ignore
+    made = port._Connection(config, state, {}, _loop=Tasks())
+    transport = Transport()
+    made.connection_made(transport)  # pyright: ignore
+    return made, made.loop, transport
+
+
+def test_headers_that_do_not_come_close_the_connection():
+    made, loop, transport = connection()
+    assert loop.open() == [port.HEADER_SECONDS]
+    made.data_received(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+    assert loop.open() == [port.HEADER_SECONDS]
+    loop.timers[0].run()
+    assert transport.closed
+    made.connection_lost(None)
+    assert loop.open() == []
+
+
+def test_a_request_that_has_come_is_not_timed():
+    made, loop, transport = connection()
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    made.data_received(head + b"1234")
+    assert loop.open() == [] and made.cycle is not None
+    made.data_received(b"56789")
+    assert loop.open() == []
+    # A further request of the same connection is.
+    made.cycle.response_complete = True
+    made.data_received(b"POST /tok")
+    assert loop.open() == [port.HEADER_SECONDS]
+
+
+def test_connections_are_bounded():
+    assert not connection(others=port.MOST_CONNECTIONS - 1)[2].closed
+    assert connection(others=port.MOST_CONNECTIONS)[2].closed
+
+
+def test_a_worker_that_compiles_is_not_waited_for():
+    import threading
+
+    compiling, end = threading.Event(), threading.Event()
+
+    def build():
+        compiling.set()
+        end.wait()
+        raise UserError("ended")
+
+    worker = Worker(build, most_waiting=1)
+    worker.start()
+    assert compiling.wait(timeout=60) and worker.compiles
+    worker.stop()  # would wait a minute
+    assert worker.compiles
+    end.set()
+    worker._thread.join(timeout=60)
+    assert worker.broken == "ended" and not worker.compiles
+
+
+def test_a_server_whose_engine_breaks_ends_with_the_reason():
+    def build():
+        raise UserError("no memory")
+
+    worker = Worker(build, most_waiting=1)
+    model = Served(name="m", worker=worker, tokenizer=ByteTokenizer(), template=None)
+    raises = pytest.raises(UserError, match="the engine has stopped: no memory")
+    with port.bind("127.0.0.1", 0) as bound, raises:
+        port.serve(App({"m": model}), [worker], bound, grace=0.0)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "a\x7f"])
+def test_a_key_that_no_header_can_hold_is_refused(key, tmp_path):
+    file = tmp_path / "key"
+    file.write_text(key)
+    with pytest.raises(UserError, match="must be ASCII without spaces"):
+        command._read_key(file)
+    file.write_text("s3cret\n")
+    assert command._read_key(file) == "s3cret"
+
+
+@pytest.mark.parametrize(
+    "host, key, warned",
+    [("0.0.0.0", False, 1), ("0.0.0.0", True, 0), ("::1", False, 0)],
+)
+def test_an_open_server_without_a_key_is_warned_of(
+    host, key, warned, tmp_path, monkeypatch, capsys
+):
+    options = ["runs/none", "--host", host]
+    if key:
+        (tmp_path / "key").write_text("abc")
+        options += ["--api-key-file", str(tmp_path / "key")]
+    worker = SimpleNamespace(compiles=False)
+    monkeypatch.setattr(
+        command, "_served", lambda name, *_: SimpleNamespace(name=name, worker=worker)
+    )
+    seen = {}
+    monkeypatch.setattr(serving, "App", lambda models, **given: seen.update(given))
+    name = SimpleNamespace(getsockname=lambda: (host, 1))
+    monkeypatch.setattr(port, "bind", lambda *_: name)
+    monkeypatch.setattr(port, "serve", lambda *_, **__: None)
+    assert command.run([*options, "--allowed-host", "here"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("without --api-key-file") == warned
+    assert {"here", host, *LOOPBACK} == set(seen["hosts"])
+    assert seen["addresses"] == (host == "0.0.0.0")
+    assert ServeOptions(runs=()).allowed_host == ()
