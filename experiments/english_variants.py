@@ -1,0 +1,216 @@
+"""The six variants on English text at equal parameters and tokens, three seeds.
+
+Four layers of width 128 with four heads over bytes, 256 in a row; the MLP's width makes
+all models as large as the Transformer within half a percent (RRT's is a block of two
+layers, run twice). Positions are each paper's own. One rate for all, nothing is tuned;
+LRT makes two passes over the tokens. Reproduces no table: it shows what the papers
+compare on text, at a scale for two CPU cores. english_text.py makes the text.
+
+Writes results.md and english.png, bits per byte over tokens and over time. A stopped
+set goes on with the same command.
+
+    python experiments/english_variants.py english.txt --runs runs/english
+"""
+
+import io
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import tyro
+
+from recurjax.cli.options import parse
+from recurjax.data.config import Bytes, DataConfig, TextFiles
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.files.atomic import write_atomic
+from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.initialization import UNIT_VARIANCE
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.machine import host
+from recurjax.model import ModelConfig, StackConfig, count_parameters
+from recurjax.surgery.recency import first_heads
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.objective import Interleaved, NextToken
+from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.run import RunDirectory
+from recurjax.training.run.metrics import read_rows
+from recurjax.training.sweep import seeded, sweep_and_print
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
+from recurjax.variants.latent_recurrent_transformer.presets import FINAL_NORM, shared
+from recurjax.variants.rat import RatConfig, presets
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer import TransformerConfig
+
+LAYERS, WIDTH, HEADS, LENGTH, BATCH = 4, 128, 4, 256, 16
+MLP_WIDTH = 512
+"""Of the Transformer, as large as which the others are made."""
+Name = Literal["transformer", "rt", "lrt", "rat16", "rrt", "recurformer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Trains the variants and prints their table.
+
+    Attributes:
+      text: UTF-8; its last twentieth is for validation.
+      runs: one run directory each, results.md and english.png.
+      variants: which of the six.
+      tokens: that each reads, in all.
+      seeds: runs of each.
+      rate: the peak of the learning rate.
+    """
+
+    text: Annotated[Path, tyro.conf.Positional]
+    runs: Path = Path("runs/english")
+    variants: tuple[Name, ...] = get_args(Name)
+    tokens: int = 5_000_000
+    seeds: int = 3
+    rate: float = 3e-3
+
+    def __post_init__(self):
+        if self.tokens < BATCH * LENGTH or self.seeds < 1:
+            raise UserError(
+                f"--tokens must be at least {BATCH * LENGTH}, a step's, and --seeds 1"
+            )
+
+
+def stack(name: Name, mlp_width: int) -> StackConfig:
+    """Returns a variant's four layers."""
+    size = {"layers": LAYERS, "width": WIDTH, "init": UNIT_VARIANCE}
+    heads = {"heads": HEADS, "key_heads": HEADS, "head_width": WIDTH // HEADS}
+    mlp = MlpConfig(kind="gelu", width=mlp_width)
+    transformer = TransformerConfig(**size, attention=AttentionConfig(**heads), mlp=mlp)
+    match name:
+        case "transformer":
+            return transformer
+        case "rt":
+            return RecurrentTransformerConfig(**size, **heads, mlp=mlp)
+        case "lrt":
+            return LatentRecurrentTransformerConfig(
+                **size,
+                **heads,
+                mlp_width=mlp_width,
+                vocabulary=256,
+                length=LENGTH,
+                windows="L",
+                value_embeddings="none",
+                residual_scales=False,
+                input_mixing="none",
+                memory=shared(LAYERS),
+            )
+        case "rat16":
+            mixer = presets.rat(width=WIDTH, heads=HEADS, chunk=16)
+            return RatConfig(**size, pattern=(mixer,), mlp=mlp)
+        case "rrt":
+            return RelaxedRecursiveTransformerConfig(transformer=transformer, loops=2)
+        case "recurformer":
+            return RecurFormerConfig(
+                transformer=transformer,
+                replaced=first_heads(LAYERS, HEADS, 0.5),
+                mamba=MambaConfig(dt_rank=16),
+            )
+
+
+def model(name: Name) -> ModelConfig:
+    """Returns a variant's model, as large as the Transformer's."""
+
+    def of_width(mlp_width: int) -> ModelConfig:
+        norm = FINAL_NORM if name == "lrt" else NormConfig()
+        return ModelConfig(
+            vocabulary=256, stack=stack(name, mlp_width), final_norm=norm
+        )
+
+    if name == "transformer":
+        return of_width(MLP_WIDTH)
+    # The size is linear in the width.
+    least = count_parameters(of_width(1)).total
+    each = count_parameters(of_width(2)).total - least
+    wanted = count_parameters(model("transformer")).total
+    return of_width(1 + round((wanted - least) / each))
+
+
+def experiment(name: Name, options: Options) -> Experiment:
+    """Returns a variant's run."""
+    steps = options.tokens // (BATCH * LENGTH)
+    return Experiment(
+        name=name,
+        model=model(name),
+        data=DataConfig(
+            corpus=TextFiles(patterns=(str(options.text),)),
+            tokenizer=Bytes(bos=False),
+            validation_fraction=0.05,
+        ),
+        objective=Interleaved(subsets=2) if name == "lrt" else NextToken(),
+        optimizer=AdamW(learning_rate=options.rate, b2=0.99),
+        schedule=Cosine(warmup_steps=steps // 20),
+        training=TrainingConfig(
+            steps=steps,
+            batch=BATCH,
+            length=LENGTH,
+            checkpoint_every=max(1, steps // 20),
+            keep_checkpoints=1,
+        ),
+        evaluation=EvaluationConfig(every=max(1, steps // 20), batches=16),
+    )
+
+
+def plot(runs: list[Experiment], options: Options, png: Path) -> None:
+    """Draws bits per byte over tokens and over hours, the mean over the seeds."""
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+    for run in runs:
+        bits: dict[int, list[float]] = {}
+        speeds = []
+        for seed in range(options.seeds):
+            directory = RunDirectory(options.runs / seeded(run, seed).name)
+            for row in read_rows(directory.metrics).rows:
+                if row["kind"] == "validation":
+                    bits.setdefault(row["step"], []).append(row["bits_per_byte"])
+                elif "tokens_per_second" in row:
+                    speeds.append(row["tokens_per_second"])
+        tokens = [step * run.training.tokens_per_step for step in sorted(bits)]
+        means = [statistics.fmean(bits[step]) for step in sorted(bits)]
+        by_tokens.plot([n / 1e6 for n in tokens], means, label=run.name)
+        if speeds:
+            hours = [n / statistics.median(speeds) / 3600 for n in tokens]
+            by_time.plot(hours, means, label=run.name)
+    by_tokens.set_xlabel("million tokens")
+    by_tokens.set_ylabel("validation bits per byte")
+    by_time.set_xlabel("hours")
+    for axes in (by_tokens, by_time):
+        axes.grid(alpha=0.3)
+    by_tokens.legend(fontsize=8)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    write_atomic(png, content.getvalue())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains what is not trained yet, prints the table and draws the picture."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="english_variants.py")
+    runs = [experiment(name, options) for name in options.variants]
+    status = sweep_and_print(runs, options.runs, seeds=options.seeds)
+    if status == 0:
+        plot(runs, options, options.runs / "english.png")
+    return status
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"english_variants.py: {error}")
