@@ -86,10 +86,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(wide(x.dtype))
-        if self.kind == "layer":
-            # LayerNorm is an RMSNorm of what is left after the mean is taken away.
-            y = y - y.mean(-1, keepdim=True)
-        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
+        norm = F.layer_norm if self.kind == "layer" else F.rms_norm
+        y = norm(y, y.shape[-1:], eps=self.eps)
         if self.weight is not None:
             # Gemma stores the scale less 1.
             y = y * (1 + self.weight if self.one_plus else self.weight)
@@ -113,25 +111,33 @@ def is_kind(config: Config | None, name: str) -> bool:
     return config is not None and config["type"] == name
 
 
-def rotation(positions: Tensor, rope: Config, width: int) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine [B, T, 1, r/2] of the angles at positions [B, T]."""
+Rotation = tuple[Tensor, Tensor, Tensor]
+"""Cosine and sine [B, T, 1, E] of angles, and with which dimension each one turns."""
+
+
+def rotation(positions: Tensor, rope: Config, width: int) -> Rotation:
+    """Returns how positions [B, T] rotate pairs (x[i], x[i + r/2]) of E = `width`."""
     r = int(width * rope["fraction"])
-    # Frequencies in float64, as the JAX side makes them.
+    # Frequencies in float64, as the JAX side makes them; dimensions beyond r stay.
     theta = [rope["base"] ** (-i / r) for i in range(0, r, 2)]
-    frequencies = torch.tensor(theta, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None] * frequencies
-    return angles.cos()[:, :, None], angles.sin()[:, :, None]
-
-
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates pairs (x[i], x[i + r/2]) of [B, T, H, E] by a `rotation`."""
-    cos, sin = turn
-    half = cos.shape[-1]
+    rest = [0.0] * (width - r)
+    half, device = r // 2, positions.device
+    frequencies = torch.tensor(theta + theta + rest, dtype=torch.float32, device=device)
+    signs = [-1.0] * half + [1.0] * (width - half)
     # The half-split form: dimension i turns with i + r/2.
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    y1 = (x1 * cos - x2 * sin).to(x.dtype)
-    y2 = (x2 * cos + x1 * sin).to(x.dtype)
-    return torch.cat([y1, y2, rest], dim=-1)
+    partner = [*range(half, r), *range(half), *range(r, width)]
+    angles = (positions[..., None] * frequencies)[:, :, None]
+    return (
+        angles.cos(),
+        angles.sin() * torch.tensor(signs, dtype=torch.float32, device=device),
+        torch.tensor(partner, device=device),
+    )
+
+
+def rotate(x: Tensor, turn: Rotation) -> Tensor:
+    """Rotates x [B, T, H, E]."""
+    cos, sin, partner = turn
+    return torch.addcmul(x * cos, x.index_select(-1, partner), sin).to(x.dtype)
 
 
 def alibi_bias(heads: int, queries: Tensor, keys: Tensor, config: Config) -> Tensor:

@@ -19,6 +19,7 @@ from layers import (
     Layers,
     Mlp,
     Norm,
+    Rotation,
     State,
     Tokens,
     alibi_bias,
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 TILE = 32
 """Positions of a tile, about."""
 
-Turn = tuple[Tensor, Tensor] | None
 Pair = tuple[Tensor, Tensor]
 """Keys and values [B, S, K, E]."""
 
@@ -58,42 +58,40 @@ class RecurrentAttention(nn.Module):
         self.q_norm = norm_or_none(stack["qk_norm"], H * E)
         self.k_norm = norm_or_none(stack["qk_norm"], K * E)
 
-    def heads(self, y: Tensor, norm: Norm | None, turn: Turn) -> Tensor:
+    def heads(self, y: Tensor, norm: Norm | None, turn: Rotation | None) -> Tensor:
         y = normed(norm, y).unflatten(-1, (-1, self.stack["head_width"]))
         return y if turn is None else rotate(y, turn)
 
-    def query(self, n: Tensor, turn: Turn) -> Tensor:
-        return self.heads(self.q(n), self.q_norm, turn)
+    def query(self, n: Tensor, turn: Rotation | None) -> Tensor:
+        """Returns queries [B, K, T, G, E]: G query heads read a key head."""
+        q = self.heads(self.q(n), self.q_norm, turn)
+        q = q.unflatten(2, (self.stack["key_heads"], -1)).transpose(1, 2)
+        # Logits are made in at least float32.
+        return q.to(wide(q.dtype)) / math.sqrt(self.stack["head_width"])
 
-    def pair(self, n: Tensor, turn: Turn) -> Pair:
+    def pair(self, n: Tensor, turn: Rotation | None) -> Pair:
         v = self.v(n).unflatten(-1, (-1, self.stack["head_width"]))
         return self.heads(self.k(n), self.k_norm, turn), v
 
     def logits(self, q: Tensor, k: Tensor, here: Tensor, at: Tensor) -> Tensor:
-        """Returns q k / sqrt(E), less ALiBi's distances, as [B, H, T, S].
+        """Returns q k, less ALiBi's distances, as [B, K, T G, S].
 
         Args:
-          q: [B, T, H, E]; here: its positions [B, T].
+          q: [B, K, T, G, E]; here: its positions [B, T].
           k: [B, S, K, E]; at: its positions [B, S].
         """
-        dtype = wide(q.dtype)
-        # [B, K, G T, E] by [B, K, E, S]: the queries of a key head in one product.
-        T, K = q.shape[1], k.shape[2]
-        grouped = q.transpose(1, 2).unflatten(1, (K, -1)).flatten(2, 3).to(dtype)
-        logits = grouped @ k.permute(0, 2, 3, 1).to(dtype)
-        logits = logits.unflatten(2, (-1, T)).flatten(1, 2)
-        logits = logits / math.sqrt(self.stack["head_width"])
+        logits = q.flatten(2, 3) @ k.permute(0, 2, 3, 1).to(q.dtype)
         position = self.stack["position"]
         if is_kind(position, "Alibi"):
-            logits = logits + alibi_bias(self.stack["heads"], here, at, position)
+            bias = alibi_bias(self.stack["heads"], here, at, position)
+            bias = bias.unflatten(1, (k.shape[2], -1)).transpose(2, 3)
+            logits = logits + bias.flatten(2, 3)
         return logits
 
-    def read(self, weights: Tensor, v: Tensor) -> Tensor:
-        """Returns weights [B, H, T, S] times values [B, S, K, E] as [B, H, T, E]."""
-        K, T = v.shape[2], weights.shape[2]
-        grouped = weights.unflatten(1, (K, -1)).flatten(2, 3)
-        o = grouped.to(v.dtype) @ v.transpose(1, 2)
-        return o.unflatten(2, (-1, T)).flatten(1, 2)
+    def by_query(self, visible: Tensor) -> Tensor:
+        """Returns a mask [B, T, S] for logits [B, K, T G, S]."""
+        group = self.stack["heads"] // self.stack["key_heads"]
+        return visible.repeat_interleave(group, dim=1)[:, None]
 
 
 class RecurrentBlock(nn.Module):
@@ -137,7 +135,7 @@ class RecurrentBlock(nn.Module):
         x: Tensor,
         q: Tensor,
         own: tuple[Tensor, Tensor, Tensor],
-        turn: Turn,
+        turn: Rotation | None,
         tile: slice,
         step: int,
         tokens: Tokens,
@@ -147,45 +145,49 @@ class RecurrentBlock(nn.Module):
         attention, c = self.attention, self.stack["block"]
         here, places = tokens.positions[:, tile], tokens.places[:, tile]
         block = here - here % c
-        turn = None if turn is None else (turn[0][:, tile], turn[1][:, tile])
+        turn = None if turn is None else (turn[0][:, tile], turn[1][:, tile], turn[2])
         # Temporary pairs: those that earlier calls left, and a block's to the end.
         early = own[0].shape[1] - x.shape[1]
         late = slice(early + max(0, tile.start - c + 1), early + tile.stop)
         own = tuple(torch.cat([y[:, :early], y[:, late]], dim=1) for y in own)
-        x, q = x[:, tile], q[:, tile]
+        x, q = x[:, tile], q[:, :, tile]
         old = tuple(state[name] for name in ("k", "v", "at") if name in state)
         # Where all rows begin here, slots are columns.
         there = tile.start if tokens.first else tokens.capacity
         old = tuple(y[:, :there] for y in old)
         before, lse = self.known(q, own, old, here, block)
-        pairs: list[Pair] = []
-        outputs = []
+        k = v = own[0][:, :0]
+        group, outputs = q.shape[3], []
         for s in range(0, x.shape[1], step):
-            part = slice(s, s + step)
-            o = before[:, :, part]
-            if pairs:
-                k, v = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
-                at = here[:, : k.shape[1]]
-                logits = attention.logits(q[:, part], k, here[:, part], at)
+            part, rows = slice(s, s + step), slice(s * group, (s + step) * group)
+            o = before[:, :, rows]
+            if s:
+                at = here[:, :s]
+                logits = attention.logits(q[:, :, part], k, here[:, part], at)
                 if step < c:
                     # Those of the running block are not to be seen yet.
                     hidden = at[:, None] >= block[:, part, None]
-                    logits = logits.masked_fill(hidden[:, None], float("-inf"))
+                    hidden = attention.by_query(hidden)
+                    logits = logits.masked_fill(hidden, float("-inf"))
                 # What was there before the tile counts as one more key.
-                logits = torch.cat([lse[:, :, part, None], logits], dim=-1)
-                weights = logits.softmax(dim=-1)
-                o = weights[..., :1].to(o.dtype) * o
-                o = o + attention.read(weights[..., 1:], v)
-            z = self.output(x[:, part], attention.out(o.transpose(1, 2).flatten(2)))
+                weights = torch.cat([lse[:, :, rows], logits], dim=-1).softmax(dim=-1)
+                weights = weights.to(v.dtype)
+                o = torch.addcmul(
+                    weights[..., 1:] @ v.transpose(1, 2), weights[..., :1], o
+                )
+            # [B, K, T G, E] to [B, T, K G E].
+            o = o.unflatten(2, (-1, group)).transpose(1, 2).flatten(2)
+            z = self.output(x[:, part], attention.out(o))
             outputs.append(z)
             # The persistent pair is of the layer's output, normed again where the
             # config says so.
             source = z
             if self.stack["normed_persistent"]:
                 source = normed(self.attention_norm, z)
-            at_step = None if turn is None else (turn[0][:, part], turn[1][:, part])
-            pairs.append(attention.pair(source, at_step))
-        self.keep(pairs, places, tokens, state)
+            step_turn = turn and (turn[0][:, part], turn[1][:, part], turn[2])
+            new_k, new_v = attention.pair(source, step_turn)
+            k, v = torch.cat([k, new_k], dim=1), torch.cat([v, new_v], dim=1)
+        self.keep(k, v, places, tokens, state)
         return torch.cat(outputs, dim=1)
 
     def known(
@@ -199,13 +201,14 @@ class RecurrentBlock(nn.Module):
         """Reads what is there before a tile.
 
         Args:
-          q: [B, T, H, E].
+          q: [B, K, T, G, E].
           own: temporary keys, values and their positions.
           old: the persistent ones; empty before the first.
           here: the positions of the queries; block: where their blocks begin.
 
         Returns:
-          The values [B, H, T, E], and the logarithm [B, H, T] of the softmax's sum.
+          The values [B, K, T G, E], and the logarithm [B, K, T G, 1] of the softmax's
+          sum.
         """
         k, v, at = own
         visible = visible_keys(here, at, None) & (at[:, None] >= block[..., None])
@@ -219,21 +222,21 @@ class RecurrentBlock(nn.Module):
             visible = visible.expand(len(earlier), -1, -1)
             visible = torch.cat([earlier, visible], dim=-1)
         logits = self.attention.logits(q, k, here, at)
-        lowest = torch.finfo(logits.dtype).min
-        logits = logits.masked_fill(~visible[:, None], lowest)
-        lse = logits.logsumexp(dim=-1)
-        return self.attention.read((logits - lse[..., None]).exp(), v), lse
+        hidden = self.attention.by_query(~visible)
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        lse = logits.logsumexp(dim=-1, keepdim=True)
+        return (logits - lse).exp().to(v.dtype) @ v.transpose(1, 2), lse
 
     def output(self, x: Tensor, attended: Tensor) -> Tensor:
         """Returns z of the residual stream x and what its attention reads."""
-        y = x + self.scale * attended
-        return y + self.scale * self.mlp(normed(self.mlp_norm, y))
+        y = torch.add(x, attended, alpha=self.scale)
+        fed = self.mlp(normed(self.mlp_norm, y))
+        return torch.add(y, fed, alpha=self.scale)
 
     def keep(
-        self, pairs: list[Pair], places: Tensor, tokens: Tokens, state: State
+        self, k: Tensor, v: Tensor, places: Tensor, tokens: Tokens, state: State
     ) -> None:
         """Writes a tile's persistent pairs to the state."""
-        k, v = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
         size, places = tokens.capacity, places.expand(k.shape[:2])
         slots = places.masked_fill(places < 0, size)
         for name, new, fill in (("k", k, 0), ("v", v, 0), ("at", places, -1)):
