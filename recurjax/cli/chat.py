@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import tyro
 
 from recurjax.cli.options import parse, shows_usage
+from recurjax.convert.hub import imported_run
 from recurjax.data.chat import ChatTemplate, load_template
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
@@ -48,6 +49,7 @@ Message = dict[str, str]
 USAGE = """usage: recurjax chat RUN [options]
 
   recurjax chat runs/smollm2 --system "Answer in one sentence."
+  recurjax chat hf:OWNER/NAME
 
 Talks with the model of a run directory, in the terminal; without a chat template it
 continues texts. recurjax chat --help lists the options."""
@@ -70,7 +72,7 @@ class ChatOptions(RangeChecks):
     Sampling that is not given is the model's own, where it came with some.
 
     Attributes:
-      run: the run directory.
+      run: the run directory, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       system: the system prompt.
       template: a chat template for a run without one.
       load: a talk to go on with, as /save writes it.
@@ -358,6 +360,7 @@ def run(argv: list[str]) -> int:
     if shows_usage(argv, USAGE, help=False):
         return 0
     options = parse(ChatOptions, argv, prog="recurjax chat")
+    options = replace(options, run=imported_run(options.run, report=_tell))
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
     tokenizer = loaded.tokenizer

@@ -12,6 +12,7 @@ import tyro
 from jax.sharding import Mesh
 
 from recurjax.cli.options import parse, shows_usage
+from recurjax.convert.hub import imported_run
 from recurjax.data.chat import load_template
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
@@ -51,7 +52,8 @@ class ServeOptions(RangeChecks):
     """Answers OpenAI's clients with trained models.
 
     Attributes:
-      runs: run directories; each is served under its folder's name.
+      runs: run directories, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub; each
+        is served under its folder's or repository's name.
       host: the address to listen at; by default this machine alone can ask.
       port: the port there; 0: any that is free.
       slots: requests that are continued at once; "auto": as many as memory holds.
@@ -120,8 +122,9 @@ def run(argv: list[str]) -> int:
         ) from error
     if not options.runs:
         raise UserError("there is no run directory: recurjax serve RUN [RUN ...]")
+    runs = tuple(imported_run(path, report=_tell) for path in options.runs)
     # Clients name the model that they ask by the folder of its run.
-    names = [path.resolve().name for path in options.runs]
+    names = [path.resolve().name for path in runs]
     if len(set(names)) < len(names):
         raise UserError(f"two runs have the same name: {', '.join(names)}")
     key = None
@@ -131,8 +134,7 @@ def run(argv: list[str]) -> int:
     # Before the models are read: a port that is taken should be told at once.
     bound = bind(options.host, options.port)
     served = [
-        _served(name, path, options)
-        for name, path in zip(names, options.runs, strict=True)
+        _served(name, path, options) for name, path in zip(names, runs, strict=True)
     ]
     host, port = bound.getsockname()[:2]
     _tell(f"listening on http://{host}:{port} (health: 503 until compiled)")

@@ -13,6 +13,7 @@ from recurjax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from recurjax.convert.authors import from_authors
+    from recurjax.convert.hub import from_hub
     from recurjax.convert.hugging_face import from_hf
     from recurjax.convert.imported_run import new_experiment, write_run
     from recurjax.convert.padding import from_left_padding, to_left_padding
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "from_authors",
     "from_hf",
+    "from_hub",
     "from_left_padding",
     "from_torch",
     "new_experiment",

@@ -17,6 +17,7 @@ from recurjax.cli.convert.surgery import (
 )
 from recurjax.cli.options import Command, parse, run_command
 from recurjax.convert.authors import as_trained, from_authors
+from recurjax.convert.hub import fetched_checkpoint
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.parity import TOLERANCE, NotMeasured, Parity
@@ -37,7 +38,8 @@ from recurjax.training.run import load_run
 
 USAGE = """usage: recurjax convert COMMAND SOURCE OUT [options]
 
-  recurjax convert from-hf SmolLM2.gguf runs/smollm2     Hugging Face, GGUF
+  recurjax convert from-hf OWNER/NAME runs/name          Hugging Face Hub
+  recurjax convert from-hf SmolLM2.gguf runs/smollm2     a folder of it, GGUF
   recurjax convert to-torch RUN OUT                      PyTorch, transformers
   recurjax convert from-torch OUT RUN                    and back
   recurjax convert from-authors FILE RUN                 a paper's own checkpoint
@@ -71,7 +73,9 @@ class FromHf(_Checked):
     """Makes a run directory of a Hugging Face model (Llama, Gemma, GPT-NeoX, Qwen2).
 
     Attributes:
-      source: a directory with config.json and safetensors, or a .gguf file.
+      source: a directory with config.json and safetensors, a .gguf file, or
+        OWNER/NAME[@REVISION] of the Hugging Face Hub (hf:OWNER/NAME where a folder has
+        that name).
       out: the new run directory; it appears whole or not at all.
       tokenizer: a tokenizer.json or its folder instead of the model's own.
       ignore_key: keys of config.json that recurjax does not know and that do not change
@@ -118,7 +122,7 @@ class FromTorch(_Checked):
     """Makes a run directory of what `to-torch` wrote, also after training there.
 
     Attributes:
-      source: the exported directory.
+      source: the exported directory, or OWNER/NAME[@REVISION] of the Hugging Face Hub.
       out: the new run directory; it appears whole or not at all.
       check: compare both sides, where torch is installed; into parity.json.
       torch_python: the interpreter that has torch; None: this one.
@@ -228,9 +232,10 @@ def _from_hf(argv: list[str]) -> int:
     options = parse(FromHf, argv, prog="recurjax convert from-hf")
     # Asked before a model of many gigabytes is read.
     refuse_existing(options.out)
+    source = fetched_checkpoint(options.source, report=_say)
     # All in one go: the model's vocabulary is what its tokenizer has.
     converted = from_hf(
-        options.source,
+        source,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         ignored_keys=options.ignore_key,
@@ -244,7 +249,7 @@ def _from_hf(argv: list[str]) -> int:
     parity = (
         compare_with_hf(
             converted.model,
-            options.source,
+            source,
             # The directory's own, where no other was named.
             tokenizer=converted.tokenizer if options.tokenizer is None else None,
             **options.options(),
@@ -282,9 +287,10 @@ def _to_torch(argv: list[str]) -> int:
 def _from_torch(argv: list[str]) -> int:
     options = parse(FromTorch, argv, prog="recurjax convert from-torch")
     refuse_existing(options.out)
-    loaded = from_torch(options.source, report=_say)
+    source = fetched_checkpoint(options.source, report=_say)
+    loaded = from_torch(source, report=_say)
     parity = (
-        compare_with_export(loaded, options.source, **options.options())
+        compare_with_export(loaded, source, **options.options())
         if options.check
         else _NOT_ASKED
     )

@@ -33,6 +33,7 @@ from recurjax.cli.evaluate.text import (
     prepare_text,
 )
 from recurjax.cli.options import Command, parse, run_command
+from recurjax.convert.hub import imported_run
 from recurjax.errors import UserError
 from recurjax.evaluation import core
 from recurjax.evaluation.journal import Journal
@@ -61,8 +62,9 @@ USAGE = """usage: recurjax evaluate KIND RUN [options]
   recurjax evaluate table RUN                       all figures of a run, as Markdown
 
 `recurjax evaluate RUN --text FILE` is short for `text`. RUN is a run directory, also in
-a bucket (gs://, s3://). The figures are printed as JSON and appended to
-RUN/evaluations.jsonl; the same command resumes an evaluation that was killed.
+a bucket (gs://, s3://), or hf:OWNER/NAME[@REVISION] of the Hub. The figures
+are printed as JSON and appended to RUN/evaluations.jsonl; the same command resumes an
+evaluation that was killed.
 recurjax evaluate KIND --help lists the options of each."""
 
 
@@ -220,6 +222,7 @@ def _evaluate(
 ) -> int:
     options = parse(kind, argv, prog=f"recurjax evaluate {name}")
     start_processes()
+    options = dataclasses.replace(options, run=imported_run(options.run, report=log))
     # What can be refused without the model is refused before it is loaded.
     measure = prepare(options)
     mesh = reading_mesh(options.devices)

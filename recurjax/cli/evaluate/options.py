@@ -30,7 +30,8 @@ class Evaluation:
     """What every kind takes.
 
     Attributes:
-      run: the run directory, also in a bucket (gs://, s3://).
+      run: the run directory, also in a bucket (gs://, s3://), or
+        hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       step: of the checkpoint; None: the newest.
       loops: score the model of this many first loops of a recursive one.
       json: also write the JSON to this file.

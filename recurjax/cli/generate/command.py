@@ -11,6 +11,7 @@ import tyro
 
 from recurjax.cli.generate.json_lines import JsonLinesWriter
 from recurjax.cli.options import parse, shows_usage
+from recurjax.convert.hub import imported_run
 from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
@@ -56,7 +57,7 @@ class GenerateOptions(RangeChecks):
     """Continues prompts with a trained model.
 
     Attributes:
-      run: the run directory.
+      run: the run directory, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       prompt: a text to continue; may be given several times.
       prompts_file: further prompts, one a line; blank lines are skipped. In a .jsonl
         file each line is a JSON string, which may have line breaks inside.
@@ -144,6 +145,7 @@ def run(argv: list[str]) -> int:
     streams = streams and options.json_lines is None
     # Before the first use of a device: the processes find each other first.
     start_processes()
+    options = dataclasses.replace(options, run=imported_run(options.run, report=_tell))
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
     model = loaded.model

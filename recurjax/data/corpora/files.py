@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from recurjax.errors import UserError
+from recurjax.files.hub import hub_errors
 from recurjax.files.storage import copy_of, open_store
 
 _HUB = "hf://"
@@ -214,26 +215,9 @@ def _hub_files() -> Any:
 
 
 def _answer(pattern: str, ask: Callable[[], Any]) -> Any:
-    """Asks the hub; what it or the network answers becomes one sentence."""
-    import huggingface_hub.errors as errors
-
-    try:
+    """Asks the Hub; what it or the network answers becomes one sentence."""
+    with hub_errors(pattern):
         return ask()
-    except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
-        raise UserError(
-            f"{pattern}: the hub shows no such repository to this machine: check the "
-            "name, or set HF_TOKEN to a token that may read it"
-        ) from error
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{pattern}: nothing there on the hub: check the name (it begins "
-            "hf://datasets/OWNER/NAME), or set HF_TOKEN to a token that may read it"
-        ) from error
-    except UserError:
-        raise
-    except Exception as error:  # HTTP and network errors of several libraries
-        message = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{pattern}: the hub cannot be read: {message}") from error
 
 
 def _is_shown(parts: tuple[str, ...]) -> bool:
