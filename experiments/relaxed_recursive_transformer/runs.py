@@ -6,7 +6,8 @@ each one's tokenizer, then they train:
     recurjax convert from-hf google/gemma-2b runs/gemma
     recurjax data prepare --out data/slimpajama_gemma \
         --corpus 'slimpajama/*.jsonl' --format jsonl --tokenizer gemma/tokenizer.json
-    recurjax convert to-recursive runs/gemma runs/gemma_b2_stepwise_start --loops 2
+    recurjax convert to-recursive runs/gemma runs/gemma_b2_stepwise_start --loops 2 \
+        --rank 0
     recurjax convert to-recursive runs/gemma runs/gemma_b2_rank64_start --loops 2 \
         --init average --rank 64
     recurjax train \

@@ -194,9 +194,8 @@ def table_of(losses: Mapping[str, Sequence[Losses]]) -> str:
 def to_recursive(loops: int, init: str, rank: int = 0, adapters: str = "svd"):
     """Returns options of a conversion with norms of each depth's own."""
     words = ("--loops", str(loops), "--init", init, "--no-tie-norms")
-    if rank:
-        words += ("--rank", str(rank), "--adapters", adapters)
-    return words
+    words += ("--rank", str(rank))
+    return (*words, "--adapters", adapters) if rank else words
 
 
 def _at_start(start: Path) -> float | None:

@@ -6,7 +6,7 @@ the text, and a head is recent in a text where its ratio exceeds a half.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -76,6 +76,7 @@ def measure_recency(
     *,
     window: int,
     threshold: float = 0.5,
+    stop: Callable[[HeadRecency], bool] = lambda recency: False,
 ) -> HeadRecency:
     """Reads texts and measures all heads of a Transformer.
 
@@ -85,6 +86,7 @@ def measure_recency(
       batches: token ids [B, T], all texts of one length T > 1.
       window: k, in tokens.
       threshold: alpha: a head is recent in a text where its ratio is above.
+      stop: gets what was measured so far after each batch; True: no more is read.
 
     Raises:
       UserError: the model is no Transformer, its layers have windows or ALiBi, or
@@ -110,6 +112,7 @@ def measure_recency(
     ratio, first = np.zeros(shape), np.zeros(shape)
     contributions = np.zeros((*shape, 2, 2))
     count, texts = np.zeros(shape, np.int64), 0
+    recency = None
     for ids in batches:
         x = model.embed(ids)
         # What a head reads: positions are added as the stack does it.
@@ -125,16 +128,45 @@ def measure_recency(
             contributions[layer] += products.sum(0)
             count[layer] += (ratios > threshold).sum(0)
         texts += len(ids)
-    if not texts:
+        recency = HeadRecency(
+            ratio / texts,
+            count.copy(),
+            first / texts,
+            contributions / texts,
+            texts,
+            config.attention.key_heads,
+        )
+        if stop(recency):
+            break
+    if recency is None:
         raise UserError("there is no text to measure the heads' recency on")
-    return HeadRecency(
-        ratio / texts,
-        count,
-        first / texts,
-        contributions / texts,
-        texts,
-        config.attention.key_heads,
-    )
+    return recency
+
+
+CHECK_TEXTS = 16
+"""Texts between two looks at which heads are chosen, where reading may stop."""
+CHECKS = 4
+"""Looks in a row that must choose the same heads before reading stops."""
+
+
+def settled_choice(share: float, scope: Scope) -> Callable[[HeadRecency], bool]:
+    """Returns a `stop` of `measure_recency`: the choice of heads no longer changes.
+
+    Heads are chosen after every `CHECK_TEXTS` texts. Reading stops once `CHECKS` looks
+    in a row chose the same ones, so that it depends on the texts alone.
+
+    Args:
+      share, scope: see `choose_heads`.
+    """
+    choices: list[tuple[tuple[int, ...], ...]] = []
+
+    def stop(recency: HeadRecency) -> bool:
+        if recency.texts // CHECK_TEXTS > len(choices):
+            choices.append(choose_heads(recency, share, scope=scope))
+        recent = choices[-CHECKS:]
+        return len(recent) == CHECKS and len(set(recent)) == 1
+
+    return stop
 
 
 @partial(jax.jit, static_argnames="window")

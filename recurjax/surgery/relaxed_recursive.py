@@ -8,7 +8,7 @@ layers count from 0.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -79,6 +79,7 @@ def to_recursive(
     norms: TiedNorms | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> Decoder:
     """Makes a Transformer recursive: a shared block, and additions towards its layers.
 
@@ -96,6 +97,8 @@ def to_recursive(
       norms: how tied norms start; None: as the matrices do. Biases of linear maps do.
       seed: of a random block, and of the drawn A where nothing is added.
       mesh: that the model lies on, and what it becomes; None: one device.
+      advance: gets how many matrices were given their additions since the last call;
+        in all as many as `matrices` counts, where the rank is not 0.
 
     Raises:
       UserError: the model is no Transformer, or another one than `stack` says.
@@ -117,7 +120,17 @@ def to_recursive(
     start = Start(
         init=init, adapters=adapters, fused_qkv=fused_qkv, norms=norms, seed=seed
     )
-    return made_by(config, RecursiveParts(model, config, start), mesh=mesh)
+    parts = RecursiveParts(model, config, start, advance)
+    return made_by(config, parts, mesh=mesh)
+
+
+def matrices(model: Decoder) -> int:
+    """Returns how many matrices a Transformer's layers have that loops may share."""
+    base = model.config.stack
+    assert isinstance(base, TransformerConfig)
+    names = named_leaves(model)
+    shared = [m for m in MAPS.values() if f"stack.blocks.0.{m}" in names]
+    return len(shared) * base.layers
 
 
 def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
@@ -279,13 +292,21 @@ class Start:
 class RecursiveParts:
     """Makes the parameters of a recursive model by their names, each once."""
 
-    def __init__(self, model: Decoder, config: ModelConfig, start: Start):
+    def __init__(
+        self,
+        model: Decoder,
+        config: ModelConfig,
+        start: Start,
+        advance: Callable[[int], None],
+    ):
         """Prepares; nothing is made yet.
 
         Args:
           model: the Transformer.
           config: of the recursive model.
+          advance: see `to_recursive`.
         """
+        self._advance = advance
         stack = config.stack
         assert isinstance(stack, RelaxedRecursiveTransformerConfig)
         self.stack, self.start, base = stack, start, stack.transformer
@@ -385,6 +406,7 @@ class RecursiveParts:
                         )
                     for whole, side in zip(factors[name], pair, strict=True):
                         whole[b, repeat] = side
+                    self._advance(1)
         yield from factors.items()
 
     def _pairs(
@@ -526,7 +548,12 @@ class Energy(NamedTuple):
     kept: float
 
 
-def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
+def kept_energy(
+    model: Decoder,
+    recursive: Decoder,
+    *,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[Energy]:
     """Compares a recursive model with the Transformer that it was made of.
 
     What is left over is ||W_l - W' - A B||^2, so kept = 1 - left / ||W_l - W'||^2; an
@@ -561,6 +588,7 @@ def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
                 # A layer that is the shared one leaves nothing to make up for.
                 fraction = 1.0 - left / before if before else 1.0
                 energies.append(Energy(depth, name, before**0.5, fraction))
+                advance(1)
     return sorted(energies, key=lambda energy: energy.depth)
 
 

@@ -11,11 +11,14 @@ from recurjax.convert.hugging_face import from_hf
 from recurjax.errors import UserError
 from recurjax.layers.position import Alibi
 from recurjax.surgery.recency import (
+    CHECK_TEXTS,
+    CHECKS,
     HeadRecency,
     choose_heads,
     first_heads,
     measure_recency,
     recency_ratio,
+    settled_choice,
 )
 from tests.golden.cases import GOLDEN, golden_cases
 from tests.variants.transformer import switches as transformer
@@ -175,3 +178,31 @@ def test_what_cannot_be_measured_or_chosen_is_refused():
     plain = transformer.build(transformer.small())
     with pytest.raises(UserError, match="no text"):
         measure_recency(plain, [], window=2)
+
+
+def test_reading_stops_once_the_choice_of_heads_has_settled():
+    def after(texts, *recent):
+        """What was measured after so many texts: layer 0's two heads are as recent."""
+        count, zeros = np.array([recent]), np.zeros((1, 2))
+        return HeadRecency(zeros, count, zeros, np.zeros((1, 2, 2, 2)), texts, 2)
+
+    def stops(*choices):
+        stop = settled_choice(0.5, "heads")
+        return [
+            # Half a check further nothing is chosen, and so nothing changes.
+            stop(after(CHECK_TEXTS * look, *recent))
+            | stop(after(CHECK_TEXTS * look + CHECK_TEXTS // 2, *recent))
+            for look, recent in enumerate(choices, 1)
+        ]
+
+    first, second = (2, 1), (1, 2)
+    assert stops(*[first] * CHECKS) == [False] * (CHECKS - 1) + [True]
+    later = [first, second] + [first] * CHECKS
+    assert stops(*later) == [False] * (len(later) - 1) + [True]
+
+
+def test_no_more_text_is_read_than_the_stop_lets_through():
+    model = transformer.build(transformer.small(layers=1))
+    batches = iter(np.random.default_rng(0).integers(17, size=(5, 2, 6)))
+    got = measure_recency(model, batches, window=2, stop=lambda r: r.texts == 4)
+    assert got.texts == 4 and len(list(batches)) == 3

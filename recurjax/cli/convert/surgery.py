@@ -5,8 +5,10 @@ and back.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,7 @@ from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
+from recurjax.evaluation.progress import progress_bar
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.json_files import json_text, read_json
 from recurjax.model import Decoder, ModelConfig, count_parameters
@@ -41,6 +44,7 @@ from recurjax.surgery.recency import (
     choose_heads,
     measure_recency,
     plot_heads,
+    settled_choice,
 )
 from recurjax.surgery.recurformer import (
     MambaConfig,
@@ -53,6 +57,7 @@ from recurjax.surgery.relaxed_recursive import (
     BlockInit,
     TiedNorms,
     kept_energy,
+    matrices,
     plot_energy,
     recursive_stack,
     to_recursive,
@@ -64,6 +69,8 @@ from recurjax.types import Batch
 
 BATCH = 4
 """Texts that are measured at once: a head's weights of so many exist together."""
+MOST_TEXTS = 1024
+"""The paper's number of texts to measure on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +88,8 @@ class ToRecurFormer:
         head, which frees caches under grouped queries; layer: as many in each layer.
       window: how far back counts as recent, as a share of the text's length.
       threshold: a head is recent in a text where its ratio exceeds this.
-      samples: texts to measure on.
+      samples: texts to measure on; None: until four looks in a row, one after every 16
+        texts, choose the same heads, and 1,024 at most.
       length: tokens of a text.
       text: a UTF-8 file to cut them from.
       heads: a JSON file with a list of heads for each layer instead, or a heads.json.
@@ -102,7 +110,7 @@ class ToRecurFormer:
     scope: Scope = "heads"
     window: Annotated[float, Range(above=0, below=1)] = 0.1
     threshold: Annotated[float, Range(above=0, below=1)] = 0.5
-    samples: PositiveInt = 1024
+    samples: PositiveInt | None = None
     length: Annotated[int, Range(least=2)] = 1024
     text: Path | None = None
     heads: Path | None = None
@@ -216,8 +224,14 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(heads)) for heads in layers)
 
 
-def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.ndarray:
-    """Cuts a file's text into rows [samples, length], from its beginning."""
+def cut_text(
+    text: Path, samples: int | None, length: int, loaded: LoadedRun
+) -> np.ndarray:
+    """Cuts a file's text into rows [samples, length], from its beginning.
+
+    Args:
+      samples: rows; None: as many as there are, `MOST_TEXTS` at most.
+    """
     # A model cannot be measured on longer texts than it reads.
     reason = loaded.model.config.refuses_length(length, f"--length {length}")
     if reason is not None:
@@ -235,9 +249,9 @@ def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.nda
             f"{text} has {len(ids)} tokens, a sample needs {length}: "
             "use more text or a shorter --length"
         )
-    if count < samples:
+    if samples is not None and count < samples:
         say(f"{text} has {count} samples of {length} tokens only")
-    count = min(count, samples)
+    count = min(count, samples or MOST_TEXTS)
     return ids[: count * length].reshape(count, length)
 
 
@@ -254,13 +268,44 @@ def _fitting(objective: Objective, model: ModelConfig) -> Objective:
 def _measured(
     options: ToRecurFormer, loaded: LoadedRun, texts: np.ndarray
 ) -> HeadRecency:
+    assert options.beta is not None
     batches = [texts[n : n + BATCH] for n in range(0, len(texts), BATCH)]
-    return measure_recency(
-        loaded.model,
-        batches,
-        # In tokens, and at least one: within none, no head could be recent.
-        window=max(1, int(options.window * options.length)),
-        threshold=options.threshold,
+    settled = (
+        settled_choice(options.beta, options.scope)
+        if options.samples is None
+        else lambda recency: False
+    )
+    with progress_bar("texts measured", len(texts)) as advance:
+        clock, done = time.monotonic(), 0
+
+        def stop(recency: HeadRecency) -> bool:
+            nonlocal clock, done
+            advance(recency.texts - done)
+            done, before, clock = recency.texts, clock, time.monotonic()
+            # The first batch compiles: the second one says how long all of them take.
+            if done == 2 * BATCH and len(batches) > 2:
+                say(_estimate(options, texts, (clock - before) * len(batches)))
+            return settled(recency)
+
+        recency = measure_recency(
+            loaded.model,
+            batches,
+            # In tokens, and at least one: within none, no head could be recent.
+            window=max(1, int(options.window * options.length)),
+            threshold=options.threshold,
+            stop=stop,
+        )
+    if recency.texts < len(texts):
+        say(f"the choice of heads has settled after {recency.texts} texts")
+    return recency
+
+
+def _estimate(options: ToRecurFormer, texts: np.ndarray, seconds: float) -> str:
+    count = "" if options.samples is not None else "at most "
+    end = "" if options.samples is not None else ", until the choice of heads settles"
+    return (
+        f"measuring heads on {count}{len(texts):,} texts of {options.length:,} tokens "
+        f"takes {count}{seconds / 60:,.1f} minutes{end} (--samples, --length)"
     )
 
 
@@ -340,6 +385,8 @@ def say(text: str) -> None:
 
 ROWS = 4
 """Of the text that are scored at once."""
+RANKS = (0, 64, 128, 256, 512)
+"""The paper's ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,7 +403,8 @@ class ToRecursive(RangeChecks):
       loops: how often the block runs; divides the layers.
       init: which layers the block starts from: stepwise, average, lower, upper,
         fixed_start, or random: none.
-      rank: of the additions at each depth; 0: none.
+      rank: of the additions at each depth; 0: none, so that all depths are the shared
+        block. Without this option the command says what each rank costs, and ends.
       adapters: svd: the best of their rank; zero: they add nothing yet.
       sharing: cycle, sequence or cycle_rev.
       tie_norms: one loop's norms and biases serve all (the paper's).
@@ -377,7 +425,7 @@ class ToRecursive(RangeChecks):
     out: Annotated[Path, tyro.conf.Positional]
     loops: PositiveInt
     init: BlockInit = "stepwise"
-    rank: NonNegativeInt = 0
+    rank: NonNegativeInt | None = None
     adapters: Literal["svd", "zero"] = "svd"
     sharing: Literal["cycle", "sequence", "cycle_rev"] = "cycle"
     tie_norms: bool = True
@@ -409,26 +457,33 @@ def run_to_recursive(argv: list[str]) -> int:
     base = loaded.model
     if options.keep == "evenly":
         base = with_evenly_kept_layers(base, options.loops, mesh=mesh)
-    stack = recursive_stack(
+    stack_of = partial(
+        recursive_stack,
         base,
         loops=options.loops,
         sharing=options.sharing,
-        rank=options.rank,
         tie_norms=options.tie_norms,
         loop_cache=options.loop_cache,
     )
-    model = to_recursive(
-        base,
-        stack,
-        init=options.init,
-        adapters=options.adapters,
-        fused_qkv=options.fused_qkv,
-        norms=options.norms,
-        seed=options.seed,
-        mesh=mesh,
-    )
-    # Measured between the matrices of the two models, not by training.
-    energies = kept_energy(base, model)
+    if options.rank is None:
+        raise UserError(_costs(base.config, stack_of))
+    stack = stack_of(rank=options.rank)
+    # Each matrix of each layer gives its additions, and is compared at the end.
+    count = matrices(base) * (2 if options.rank else 1)
+    with progress_bar("matrices", count) as advance:
+        model = to_recursive(
+            base,
+            stack,
+            init=options.init,
+            adapters=options.adapters,
+            fused_qkv=options.fused_qkv,
+            norms=options.norms,
+            seed=options.seed,
+            mesh=mesh,
+            advance=advance,
+        )
+        # Measured between the matrices of the two models, not by training.
+        energies = kept_energy(base, model, advance=advance)
     before, after = (
         count_parameters(each_model.config).total
         for each_model in (loaded.model, model)
@@ -488,6 +543,20 @@ def run_to_transformer(argv: list[str]) -> int:
     layers = model.config.stack.layers
     print(f"{options.out}: a Transformer of {layers} layers")
     return 0
+
+
+def _costs(config: ModelConfig, stack_of: Callable[..., Any]) -> str:
+    """Says how many parameters each of the paper's ranks leaves."""
+    before = count_parameters(config).total
+    costs = []
+    for rank in RANKS:
+        made = count_parameters(replace(config, stack=stack_of(rank=rank))).total
+        costs.append(f"{made / before:.0%} with --rank {rank}")
+    return (
+        f"--rank is missing: of {before:,} parameters there remain {', '.join(costs)}; "
+        "with 0 all loops are one block, which must be trained before it predicts "
+        "text, and a larger rank starts nearer to the model"
+    )
 
 
 def _loss(model: Decoder, rows: np.ndarray, loaded: LoadedRun, mesh: Mesh) -> float:

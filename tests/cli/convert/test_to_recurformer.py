@@ -64,6 +64,20 @@ def test_heads_are_measured_chosen_and_replaced(base, tmp_path):
     assert code == 0
 
 
+def test_measuring_stops_once_the_choice_has_settled(base, tmp_path):
+    # Row by row the same text: no head becomes more recent than it was.
+    text = tmp_path / "text.txt"
+    text.write_text("A rose by any other name would " * 100)
+    options = ("--beta", "0.5", "--text", text, *SMALL[:-1], "31")
+    code, _, said = convert(base, tmp_path / "out", *options)
+    assert code == 0 and "settled after 64 texts" in said, said
+    assert "at most 100 texts of 31 tokens takes at most" in said
+    # As many as are named are read.
+    code, _, said = convert(base, tmp_path / "all", *options, "--samples", "70")
+    told = json.loads((tmp_path / "all" / "heads.json").read_text())
+    assert told["texts"] == 70 and "settle" not in said
+
+
 def test_a_list_of_heads_is_taken_as_it_is(base, tmp_path):
     heads = tmp_path / "heads.json"
     heads.write_text("[[3, 0], []]")

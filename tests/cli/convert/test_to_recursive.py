@@ -75,6 +75,7 @@ def test_more_rank_keeps_more(base, tmp_path):
     [
         ("base", ("--loops", "3"), "divide the 4 layers"),
         ("base", ("--loops", "2", "--rank", "-1"), "--rank: must be >= 0, got -1"),
+        ("base", ("--loops", "2"), r"--rank is missing: .* \d\d% with --rank 0, "),
         ("rat", ("--loops", "2"), "only a Transformer can be made recursive"),
         ("nowhere", ("--loops", "2"), "no run directory"),
     ],
@@ -92,7 +93,7 @@ def test_a_run_trained_at_its_exits_is_written_out_with_an_objective_that_fits(
     base, tmp_path, distilled
 ):
     looped, exits, back = (tmp_path / name for name in ("looped", "exits", "back"))
-    assert convert(base / "base", looped, "--loops", "2")[0] == 0
+    assert convert(base / "base", looped, "--loops", "2", "--rank", "0")[0] == 0
     loaded = load_run(looped)
     teacher = FrozenModel(
         run=str(base / "base"), model=load_run(base / "base").model.config
@@ -117,7 +118,7 @@ def test_only_a_recursive_model_is_written_out(base, tmp_path):
 def test_the_report_has_the_loss_before_and_after_on_a_text(base, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("It was a bright cold day in April. " * 20)
-    options = ("--loops", "3", "--keep", "evenly", "--init", "average")
+    options = ("--loops", "3", "--rank", "0", "--keep", "evenly", "--init", "average")
     options += ("--norms", "choice", "--text", text, "--samples", "3", "--length", "20")
     code, said, err = convert(base / "base", out, *options)
     assert code == 0 and "nats a token" in said, err
