@@ -89,7 +89,7 @@ def case(options: Options, length: int) -> dict[str, Any]:
     """Returns the attention layer's weights by path, an input x, and our output y."""
     shape = _shape(options, length)
     mixer = rat.mixers(shape)["attention"]
-    layer = jax.jit(partial(rat.Layer, mixer, options.width))(jax.random.key(0))
+    layer = jax.jit(partial(rat.MixerLayer, mixer, options.width))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (options.batch, length, options.width))
     ids = jnp.zeros(x.shape[:2], jnp.int32)
 
