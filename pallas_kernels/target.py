@@ -122,6 +122,21 @@ def widens_bfloat16() -> bool:
     return current().platform == "cpu"
 
 
+def reduces_one_by_one() -> bool:
+    """Returns whether a maximum is taken one number at a time: by XLA for CPUs."""
+    return current().platform == "cpu"
+
+
+def copies_stacked_weights() -> bool:
+    """Returns whether a loop over layers copies each layer's weights: on a CPU.
+
+    XLA for CPUs has no product that reads a part of an array, so that it first copies
+    each layer's weights out of their stack. A program of one layer, which the host
+    calls for each, copies none.
+    """
+    return current().platform == "cpu"
+
+
 def prefers_unrolled_decode() -> bool:
     """Returns whether a decode step is faster without a loop over layers: on a GPU.
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels import reductions
 from recurjax.errors import UserError
 from recurjax.model import Decoder, SupportsExits, as_exits
 from recurjax.types import Array, Missing
@@ -133,7 +134,7 @@ def scores(
 
 def confidence(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Returns the likeliest token's probability less the second likeliest's."""
-    two, _ = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), 2)
+    two, _ = jax.lax.top_k(reductions.softmax(logits), 2)
     return two[..., 0] - two[..., 1]
 
 

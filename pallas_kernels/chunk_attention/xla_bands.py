@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from pallas_kernels import few_queries
+from pallas_kernels import few_queries, reductions
 from pallas_kernels.chunk_attention.call import Array, ChunkAttentionCall
 from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands
 
@@ -27,7 +27,9 @@ def forward(
     def block(keys, values, hidden, rows):
         q, own_logit = rows["q"], rows["own"]
         logits = _logits(q, keys, scale, hidden)  # [B, H, S, T]
-        top = jnp.maximum(own_logit, jnp.max(logits, axis=2, initial=-jnp.inf))
+        top = jnp.maximum(
+            own_logit, reductions.largest(logits, axis=2, initial=-jnp.inf)
+        )
         p = jnp.exp(logits - top[:, :, None])
         p_own = jnp.exp(own_logit - top)
         total = jnp.sum(p, axis=2) + p_own

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from pallas_kernels import reductions
 from pallas_kernels.chunk_attention.call import Array, ChunkAttentionCall
 from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
 from pallas_kernels.chunk_attention.xla_cuts import Tiles
@@ -29,7 +30,7 @@ def forward(
         def add_block(j, running, masked: bool):
             largest, normalizer, weighted = running
             logits, _, v = head.logits(j, rows, masked)
-            above = jnp.maximum(largest, jnp.max(logits, axis=1))
+            above = jnp.maximum(largest, reductions.largest(logits))
             shrink = jnp.exp(largest - above)
             p = jnp.exp(logits - above[:, None])
             normalizer = normalizer * shrink + jnp.sum(p, axis=1)

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, Real
 
+from pallas_kernels import reductions
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import by_pieces, likeliest
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
@@ -274,7 +275,7 @@ def _sums(
     def read(x: Array, labels: Array) -> tuple[Array, Array]:
         logits = model.logits(x)
         target = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - target, logits.argmax(-1)
+        return reductions.logsumexp(logits) - target, logits.argmax(-1)
 
     nats, chosen = by_pieces(model, read, model.final_norm(x), labels)
     nats = jnp.where(counted, nats, 0)

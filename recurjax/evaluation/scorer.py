@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Float32, Int, Int32
 
+from pallas_kernels import reductions
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import by_pieces
 from recurjax.evaluation.journal import Journal, key_of
@@ -378,7 +379,7 @@ def _against(
     def score(x: Array, wanted: Array) -> tuple[Array, Array]:
         logits = model.logits(x)
         chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-        nats = jax.nn.logsumexp(logits, axis=-1) - chosen
+        nats = reductions.logsumexp(logits) - chosen
         return nats, logits.argmax(-1) == wanted
 
     return by_pieces(model, score, states, targets)

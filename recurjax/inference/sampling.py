@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Key, Num, UInt
 
-from pallas_kernels import target
+from pallas_kernels import reductions, target
 from recurjax.errors import UserError
 from recurjax.ranges import (
     Fraction,
@@ -137,7 +137,7 @@ def sample(
     def drawn() -> Int[Array, " B"]:
         temperature = jnp.where(greedy, 1, rows.temperature)[:, None]
         # The shift keeps a tiny temperature from overflowing: the maximum stays at 0.
-        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+        shifted = logits - reductions.largest(logits)[:, None]
         filtered = filter_logits(shifted / temperature.astype(logits.dtype), rows)
         ids = jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
         return jnp.where(greedy, likeliest, ids)
@@ -177,11 +177,11 @@ def filter_logits(
     limit = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf).astype(logits.dtype)
     logits = jax.lax.cond(
         jnp.any(rows.top_p < 1),
-        lambda z: _within(z, jax.nn.softmax(z, axis=-1), limit),
+        lambda z: _within(z, reductions.softmax(z), limit),
         lambda z: z,
         logits,
     )
-    best = jnp.max(logits, axis=-1, keepdims=True)
+    best = reductions.largest(logits)[:, None]
     floor = best + rows.log_min_p[:, None].astype(logits.dtype)
     return jnp.where(logits < floor, -jnp.inf, logits)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels import reductions
 from recurjax.layers.mesh import as_matrix
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array
@@ -49,7 +50,7 @@ def token_losses(
     labels = jnp.where(counted, targets.reshape(x.shape[:-1]), 0)
     if chunks == 1:
         logits = model.logits(x)
-        log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+        log_normalizer = reductions.logsumexp(logits)
         chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     else:
         log_normalizer, chosen = _chunked(model, x, labels, chunks)
@@ -107,7 +108,7 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         # The streaming log-sum-exp: the sum so far is in units of exp(largest so far),
         # and is rescaled whenever a piece has a larger logit. The peak cancels in the
         # result, so it needs no gradient.
-        peak = jax.lax.stop_gradient(jnp.maximum(largest, logits.max(-1)))
+        peak = jax.lax.stop_gradient(jnp.maximum(largest, reductions.largest(logits)))
         total = total * jnp.exp(largest - peak)
         total += jnp.exp(logits - peak[..., None]).sum(-1)
         # The target lies in one piece only; the other pieces look up a wrong column of

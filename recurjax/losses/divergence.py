@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels import reductions
 from recurjax.layers.mesh import as_matrix
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import IGNORED, Array
@@ -179,7 +180,9 @@ def _streamed(
             # Only columns of the vocabulary count: padding of the head is -inf here,
             # and gets the weight 0 below, as -inf - -inf would be NaN.
             # The peak only keeps the exponentials in range: it cancels.
-            peaks[key] = jax.lax.stop_gradient(jnp.maximum(sums.peaks[key], z.max(-1)))
+            peaks[key] = jax.lax.stop_gradient(
+                jnp.maximum(sums.peaks[key], reductions.largest(z))
+            )
             fading[key] = jnp.exp(sums.peaks[key] - peaks[key])
             added = jnp.exp(z - peaks[key][..., None]).sum(-1)
             totals[key] = sums.totals[key] * fading[key] + added

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels import reductions
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
@@ -101,7 +102,7 @@ def _scores(
     logits: Float[Array, "W V"], after: Int[Array, " W"], *, top: int
 ) -> _Piece:
     wide = logits.astype(jnp.float32)
-    sums = jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+    sums = reductions.logsumexp(wide, keepdims=True)
     logprobs = jnp.take_along_axis(wide, after[:, None], axis=-1) - sums
     values, best = jax.lax.top_k(wide, top)
     return _Piece(logprobs[:, 0], best.astype(jnp.int32), values - sums)

@@ -118,6 +118,8 @@ def test_a_mesh_that_is_set_does_not_hide_what_a_tpu_has():
         (target.shares_host_memory, "cpu"),
         (target.computes_on_few_cores, "cpu"),
         (target.widens_bfloat16, "cpu"),
+        (target.copies_stacked_weights, "cpu"),
+        (target.reduces_one_by_one, "cpu"),
         (target.prefers_unrolled_decode, "gpu"),
         (target.transposes_stacked_caches, "gpu"),
         (target.tiles_memory, "tpu"),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels import reductions
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
@@ -326,7 +327,7 @@ def merge(
     dtype,
 ) -> SoftmaxSoFar:
     """Adds keys: logits [L, B, K, Q, T, S], v [L, B, K, S, E]."""
-    largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
+    largest = jnp.maximum(running.largest, reductions.largest(logits))
     shrink = jnp.exp(running.largest - largest)
     p = jnp.exp(logits - largest[..., None])
     return SoftmaxSoFar(

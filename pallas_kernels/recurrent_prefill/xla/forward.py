@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from pallas_kernels import reductions
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
     PreparedWeights,
@@ -137,7 +138,7 @@ def _attend_own_unit(
     logits = jnp.einsum("lbkqwte,lbkwse->lbkqwts", q, k, preferred_element_type=dtype)
     logits = logits * spec.logit_scale + own_unit_bias(visibility, j, geometry, dtype)
     # A query's own pair is always seen, so no maximum is HIDDEN and no sum is 0.
-    largest = jnp.max(logits, axis=-1)
+    largest = reductions.largest(logits)
     p = jnp.exp(logits - largest[..., None])
     weighted = jnp.einsum(
         "lbkqwts,lbkwse->lbkqwte",

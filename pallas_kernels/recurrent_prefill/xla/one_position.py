@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from pallas_kernels import few_queries, target, uncopied_weights
+from pallas_kernels import few_queries, reductions, target, uncopied_weights
 from pallas_kernels.mesh_cut import COLUMN_AXIS, as_it_lies, free_axes, row_axes
 from pallas_kernels.recurrent_prefill.call import (
     Array,
@@ -267,7 +267,7 @@ def _attend(
         logits = _beside_slots(logits, slots=1)
     q = q.astype(wide)
     of_own = jnp.sum(q * own_k[:, :, None].astype(wide), axis=-1) * spec.logit_scale
-    largest = jnp.maximum(of_own, jnp.max(logits, axis=1))
+    largest = jnp.maximum(of_own, reductions.largest(logits, axis=1))
     p, p_own = jnp.exp(logits - largest[:, None]), jnp.exp(of_own - largest)
     weighted = weigh(p, v) + p_own[..., None] * own_v[:, :, None].astype(wide)
     attended = weighted / (jnp.sum(p, axis=1) + p_own)[..., None]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
+from pallas_kernels import reductions
 from recurjax.exits import ExitHead
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import MOST_STOPS, RequestSettings
@@ -460,7 +461,7 @@ def _with_logprobs(
     top: int,
 ) -> Outputs:
     def tell() -> tuple[Array, Array, Array]:
-        sums = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        sums = reductions.logsumexp(logits, keepdims=True)
         chosen = (
             jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
         )

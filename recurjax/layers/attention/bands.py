@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from pallas_kernels import dispatch, target
+from pallas_kernels import dispatch, reductions, target
 from pallas_kernels.mesh_cut import Cut as MeshCut
 from recurjax.layers.attention.implementation import find_cut
 from recurjax.types import Array
@@ -169,7 +169,7 @@ class _Backend:
             logits, hidden, _ = units.logits(rows.arrays["q"], rows, keys)
             # Finite, as rows of padding may see nothing.
             logits = jnp.where(hidden, 0.7 * jnp.finfo(units.dtype).min, logits)
-            top = jnp.max(logits, axis=1, keepdims=True)
+            top = reductions.largest(logits, axis=1)[:, None]
             p = jnp.exp(logits - top)
             total = jnp.sum(p, axis=1)
             o = units.product("use,usr->uer", keys.v, p.astype(v.dtype))

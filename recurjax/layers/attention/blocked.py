@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from pallas_kernels import target
+from pallas_kernels import reductions, target
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from recurjax.layers.attention.bands import attend_in_bands
 from recurjax.layers.attention.heads import keys_for_queries
@@ -179,7 +179,7 @@ def _attend_masked(q, k, v, scale: float, mask: Array) -> Array:
     product = partial(jnp.einsum, preferred_element_type=wide)
     logits = jnp.where(mask, scale * product("bhte,bhse->bhts", q, k), -jnp.inf)
     # The softmax does not depend on what is taken off, so neither does its gradient.
-    highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    highest = jax.lax.stop_gradient(reductions.largest(logits)[..., None])
     weights = jnp.exp(logits - highest)
     o = product("bhts,bhse->bhte", weights.astype(v.dtype), v)
     return (o / weights.sum(axis=-1, keepdims=True)).astype(q.dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels import few_queries
+from pallas_kernels import few_queries, reductions
 from recurjax.layers.attention.alibi_channels import with_alibi_channels
 from recurjax.layers.attention.blocked import attend_in_blocks
 from recurjax.layers.attention.implementation import (
@@ -179,7 +179,7 @@ def _plain_attention(q, k, v, scale, mask, bias, soft_cap, product, mixtures):
         # Finite: a query that sees no key gets a mean of all values and not NaN, whose
         # gradient would spoil the whole batch even where the query does not count.
         logits = jnp.where(mask, logits, 0.7 * jnp.finfo(dtype).min)
-    return mixtures(jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
+    return mixtures(reductions.softmax(logits).astype(v.dtype), v)
 
 
 def _logits(q, k, dtype) -> Array:
