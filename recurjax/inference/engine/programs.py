@@ -12,9 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Int, Int32
 
+from pallas_kernels import target
 from recurjax.exits import ExitHead
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import EngineConfig, RequestSettings
+from recurjax.inference.engine.host_scan import HostScan, scans_weights
 from recurjax.inference.engine.slots import (
     DecodeStrategy,
     Outputs,
@@ -328,14 +330,20 @@ class Programs:
         jitted = _jitted_for(function, donate=donate, out=out, **static)
         # Weights as they are: on a TPU each has a layout of its own.
         weights = self._model, self._weights
-        shapes = (
+        shapes = [
             argument
             if any(argument is part for part in weights)
             else jax.tree.map(_with_sharding if self._mesh else _shape_of, argument)
             for argument in arguments
-        )
+        ]
         with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
-            program = jitted.lower(*shapes).compile()
+            traced = jitted.trace(*shapes)
+            known = sum(any(x is part for part in weights) for x in arguments)
+            by_layer = self._mesh is None and target.copies_stacked_weights()
+            if by_layer and scans_weights(traced, shapes, known=known):
+                program = HostScan(traced, shapes, known=known, donate=donate)
+            else:
+                program = traced.lower().compile()
         self.compile_seconds += time.perf_counter() - began
         return program
 
