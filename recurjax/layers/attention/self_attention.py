@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
+from pallas_kernels import target
 from recurjax.layers.attention.heads import merge, project
 from recurjax.layers.attention.implementation import AttentionImplementation
 from recurjax.layers.attention.key_value_cache import (
@@ -32,6 +34,9 @@ from recurjax.layers.position import (
 )
 from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import Array, Tokens
+
+_FEW = 16
+"""Queries that read a cache as fast as they read what is new."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,7 +316,25 @@ class SelfAttention(nnx.Module):
             raise NotImplementedError(
                 "SelfAttention: segments are for the training cache (length 0) only"
             )
-        return attend_to_cache(q, k, v, cache, **self._options(q, tokens))
+        options = self._options(q, tokens)
+        if q.shape[1] <= _FEW or not target.computes_on_few_cores():
+            return attend_to_cache(q, k, v, cache, **options)
+        written = write(cache, k, v, tokens.lengths)
+
+        def begin() -> Array:
+            # In the cache's dtype, so that a text may be cut anywhere.
+            new = [x.astype(cache.keys.dtype).astype(q.dtype) for x in (k, v)]
+            return self._attend_to_input(q, new[0], new[1], tokens)
+
+        def go_on() -> Array:
+            return attend_to_written(q, k, v, cache, written, **options)
+
+        # Of prompts that begin here, nothing else is in the cache: 512 tokens of them
+        # take 0.7 of the time on a CPU, which sees half as many keys by index.
+        begins = cache.position == 0
+        if tokens.lengths is not None:
+            begins |= tokens.lengths == 0
+        return jax.lax.cond(jnp.all(begins), begin, go_on), written
 
     def _options(self, q: Array, tokens: Tokens | None) -> dict[str, Any]:
         """Returns what attention to a cache is told beside its arrays."""

@@ -15,7 +15,7 @@ from recurjax.layers.attention import (
 )
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import Rope, rotate
+from recurjax.layers.position import Alibi, Rope, rotate
 from recurjax.parameters import to_nested_dict
 from recurjax.types import Tokens
 from tests.compiling import QUICK_COMPILE
@@ -99,3 +99,39 @@ def test_cudnn_by_name_is_asked_for_in_training_only():
 def test_a_wrong_config_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**{"heads": H, "key_heads": K, "head_width": E, **options})
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (None, {"position": Rope(base=50.0)}),
+        (7, {"position": Alibi(), "soft_cap": 3.0}),
+    ],
+)
+def test_a_prompt_from_the_first_position_on_is_read_as_one_in_two_pieces(
+    window, options
+):
+    """Row 0 has no token in the first call, and row 1 less than it is long."""
+    attention, length, first = layer(window, **options), 40, 20
+    x = np.random.default_rng(2).normal(size=(3, length, D)).astype(np.float32)
+    counts = np.array([0, 31, length])
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def call(cache, position, x, lengths):
+        cache = cache._replace(position=position)
+        ids = jnp.zeros(x.shape[:2], jnp.int32)
+        return attention(x, cache, Tokens(ids, lengths=lengths))
+
+    empty = empty_key_value_cache(1, 3, length, K, E, jnp.float32)
+    # A row without tokens may be anywhere.
+    begin = np.array([5, 0, 0])
+    whole, cache = call(empty, begin, x, counts)
+    head, part = call(empty, begin, x[:, :first], np.minimum(counts, first))
+    rest = np.maximum(counts - first, 0)
+    tail, cut = call(part, begin + counts - rest, x[:, first:], rest)
+    pieces = np.concatenate([head, tail], axis=1)
+    for row in (1, 2):
+        real = slice(0, counts[row])
+        assert_values_close(whole[row, real], pieces[row, real])
+    assert_values_close(cache.keys, cut.keys)
+    assert_values_close(cache.values, cut.values)
