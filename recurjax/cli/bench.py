@@ -34,6 +34,8 @@ BENCHES = {
     "relaxed_recursive_engine": ("relaxed_recursive_engine",),
     "trainer": ("trainer",),
     "data": ("data",),
+    "generate": ("generate",),
+    "machine": ("machine",),
 }
 """What can be timed, and the modules of `recurjax.bench` whose `rows` time it; behind a
 colon one of a module's table."""
@@ -55,7 +57,9 @@ class Bench(RangeChecks):
       what: a variant, `relaxed_recursive_engine` (an engine of early exits beside
         whole texts), an op by backend (`recurrent_prefill`, `chunk_attention`,
         `gated_scan`, `selective_scan`), `trainer` (the loop against the bare step, the
-        data pipeline), or `data` (a mixture of five parts against one corpus).
+        data pipeline), `data` (a mixture of five parts against one corpus), `generate`
+        (prefill and decode by the engine, of SmolLM2-135M's shape), or `machine` (what
+        its products and its memory reach, the limits of the others).
       json: also write the rows to this file.
       large: the shapes of one accelerator; otherwise those of two CPU cores.
       dtype: of activations and matrix products.
@@ -110,14 +114,15 @@ def run(argv: list[str]) -> int:
             # hour off.
             print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
             rows.append(row)
+            # What was measured survives a bench that is interrupted.
+            if options.json is not None:
+                write([*measured, *rows], options.json)
         summaries.append(bench.summary(rows))
         measured += rows
     console = Console()
     # Into a file or a pipe the table gets a width that cuts no name.
     show(measured, console if console.is_terminal else Console(width=120))
     print("\n".join(summaries))
-    if options.json is not None:
-        write(measured, options.json)
     return 0
 
 

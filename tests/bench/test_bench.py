@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
-from recurjax.bench import data, timing, transformer
+from recurjax.bench import data, generate, machine, timing, transformer
 from recurjax.bench.report import report
 from recurjax.cli.bench import BENCHES
 from recurjax.cli.main import main
 from recurjax.data.corpora import embedded_text
 from tests.cli.commands import assert_refused, recurjax
+from tests.training.compilation import unoptimized
+
+__all__ = ["unoptimized"]
 
 KINDS = ("text", "prepared")
 TINY = {"B": 2, "T": 8, "D": 128, "L": 1, "V": 64}
@@ -31,6 +34,35 @@ def test_every_pass_has_a_row_with_the_promised_fields(monkeypatch):
         assert 0 < row["min_ms"] <= row["median_ms"]
         assert all(len(letter) == 1 for letter in row["shape"])
     assert "faster with the cache" in transformer.summary(rows)
+
+
+def test_an_engine_s_passes_and_the_machine_s_limits_have_rows(
+    unoptimized, monkeypatch
+):
+    shape = {"L": 2, "D": 8, "H": 2, "K": 1, "E": 4, "F": 8, "V": 16}
+    monkeypatch.setattr(generate, "SHAPE", shape)
+    monkeypatch.setattr(generate, "_PROMPTS", ((2, 4),))
+    monkeypatch.setattr(generate, "_NEW", 3)
+    monkeypatch.setattr(machine, "_WIDTH", 8)
+    monkeypatch.setattr(machine, "_READ", {"N": 16, "M": 8})
+    for bench, names in (
+        (generate, ["generate/prefill", "generate/decode"]),
+        (machine, ["machine/products", "machine/read"]),
+    ):
+        rows = list(bench.rows(large=False, dtype="bfloat16", repeats=1))
+        assert [row.name for row in rows] == names
+        assert bench.summary(rows)
+
+
+def test_rows_are_written_as_they_are_measured(monkeypatch, tmp_path):
+    def two(**_):
+        yield timing.row("a/b/c", {"B": 1}, "float32", [0.1], tokens=1)
+        assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+        yield timing.row("a/b/d", {"B": 1}, "float32", [0.1], tokens=1)
+
+    monkeypatch.setattr(machine, "rows", two)
+    assert main(["bench", "machine", "--json", str(tmp_path / "rows.json")]) == 0
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
 
 
 def test_a_row_is_the_median_and_its_rate():
