@@ -10,7 +10,6 @@ import pytest
 
 from recurjax.inference.engine.host_scan import HostScan, scans_weights
 from recurjax.parameters import parameter_name, rule_of
-from tests.compiling import QUICK_COMPILE
 from tests.inference.engine.models import VARIANTS, build_engine, build_model
 
 L, D = 3, 16
@@ -55,7 +54,7 @@ def test_the_host_s_loops_are_the_program_s():
     assert scans_weights(traced, arguments, known=1)
     assert not scans_weights(traced, arguments, known=0)
     ours = HostScan(traced, arguments, known=1, donate=(1,))
-    theirs = jitted.lower(*arguments).compile(compiler_options=QUICK_COMPILE)
+    theirs = jitted.lower(*arguments).compile()
     for limit in (0, 1, 3):
         calls = [
             run(weights, jnp.array(x), jnp.array(stays), np.int32(limit))
