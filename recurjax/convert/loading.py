@@ -19,6 +19,7 @@ from recurjax.convert.formats.tensors import (
     empty_for_jax,
 )
 from recurjax.convert.pieces import Piece, check_tensors, indices
+from recurjax.evaluation.progress import progress_bar
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings
@@ -69,9 +70,15 @@ def load_model(
         of_parameter[piece.parameter].append(piece)
     bad: dict[str, int] = {}
     filled = []
-    for (path, leaf), sharding in zip(paths, places, strict=True):
-        pieces_of_leaf = of_parameter[parameter_name(path)]
-        filled.append(_fill(pieces_of_leaf, leaf.shape, sharding, source, bad))
+    with progress_bar("tensors read", len(pieces)) as advance:
+
+        def read(piece: Piece) -> np.ndarray:
+            advance(1)
+            return _read(piece, source, bad)
+
+        for (path, leaf), sharding in zip(paths, places, strict=True):
+            pieces_of_leaf = of_parameter[parameter_name(path)]
+            filled.append(_fill(pieces_of_leaf, leaf.shape, sharding, read))
     _warn(bad, source, report)
     return jax.tree_util.tree_unflatten(structure, filled)
 
@@ -80,17 +87,16 @@ def _fill(
     pieces: list[Piece],
     shape: tuple[int, ...],
     sharding: NamedSharding,
-    source: TensorSource,
-    bad: dict[str, int],
+    read: Callable[[Piece], np.ndarray],
 ) -> jax.Array:
     # A parameter that is not stacked is one tensor.
     if pieces[0].layer is None:
         [piece] = pieces
-        return _place(_read(piece, source, bad), sharding)
+        return _place(read(piece), sharding)
     if 4 * math.prod(shape) <= _ON_HOST:
         layers = empty_for_jax(shape)
         for piece in pieces:
-            layers[piece.layer] = _read(piece, source, bad)
+            layers[piece.layer] = read(piece)
         return _place(layers, sharding)
     # A large stack is made on its devices and written layer by layer: the host holds
     # one layer at a time.
@@ -99,7 +105,7 @@ def _fill(
     stacked = jax.jit(partial(jnp.zeros, shape), out_shardings=sharding)()
     put = _writer(sharding)
     for piece in pieces:
-        layer = _place(_read(piece, source, bad), layer_sharding)
+        layer = _place(read(piece), layer_sharding)
         stacked = put(stacked, layer, np.asarray(indices(piece.layer), np.int32))
     return stacked
 
