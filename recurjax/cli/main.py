@@ -20,6 +20,8 @@ COMMANDS = {
     "chat": "talk with a trained model in the terminal",
     "serve": "answer OpenAI's clients with trained models",
     "evaluate": "figures of texts and benchmarks: perplexity, CORE, the harness",
+    "push": "send a run's model with its card to the Hugging Face Hub",
+    "card": "print a run's model card",
     "convert": "checkpoints in from Hugging Face and PyTorch, and out to them",
     "plan": "compile for TPUs and GPUs that are not here: memory, bounds, cost",
     "data": "prepare token shards (recurjax data prepare)",
@@ -29,6 +31,9 @@ COMMANDS = {
     "compilers": "fetch the compilers that plan uses",
     "doctor": "what is here, what works, and why the rest does not",
 }
+
+_FOLDERS = {"card": "push.card"}
+"""Commands whose file is in another command's folder."""
 
 _INTERRUPTED = 130
 _DEBUG = "--debug"
@@ -151,7 +156,7 @@ def _find(name: str) -> Callable[[list[str]], int]:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}: {hint}")
-    return import_module(f"recurjax.cli.{name}").run
+    return import_module(f"recurjax.cli.{_FOLDERS.get(name, name)}").run
 
 
 def _check_text(argv: Sequence[str]) -> None:

@@ -91,18 +91,23 @@ def read_rows(run: Path) -> list[Row]:
     return rows
 
 
-def markdown(rows: Iterable[Row]) -> str:
-    """Returns a table; of figures that were measured twice the newest."""
-    newest: dict[tuple[Any, ...], Row] = {}
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows; of figures that were measured twice the newest."""
+    latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (row.step, row.task, row.metric, row.limit, row.seed, _settings(row))
-        newest.pop(key, None)  # so that the newest stands where it was measured
-        newest[key] = row
+        latest.pop(key, None)  # so that the newest stands where it was measured
+        latest[key] = row
+    return list(latest.values())
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Returns a table; of figures that were measured twice the newest."""
     lines = [
         "| task | metric | value | stderr | n | step | settings | version |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in newest.values():
+    for row in newest(rows):
         error = "" if row.stderr is None else f"{row.stderr:.4f}"
         floor = "" if row.floor is None else f" (floor {row.floor:.4f})"
         version = ", ".join(

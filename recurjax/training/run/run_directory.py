@@ -212,6 +212,10 @@ class RunDirectory:
 
     def has_no_finite_loss(self, step: int) -> bool:
         """Whether this step was evaluated, and the loss was NaN or infinite."""
+        return self.was_evaluated(step) and self.validation_loss(step) is None
+
+    def validation_loss(self, step: int) -> float | None:
+        """Returns the step's validation loss; None: there is none, or none finite."""
         rows = read_rows(self.metrics).rows if self.metrics.is_file() else []
         losses = [
             row.get("loss")
@@ -219,7 +223,7 @@ class RunDirectory:
             if row["kind"] == "validation" and row["step"] == step
         ]
         # The last row of the step: an evaluation may have been made twice.
-        return bool(losses) and losses[-1] is None
+        return losses[-1] if losses else None
 
     def append_samples(self, step: int, texts: list[str]) -> None:
         """Adds one evaluation's samples to samples.txt."""
