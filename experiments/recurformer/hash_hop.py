@@ -199,6 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(options.runs / "results.md", results())
 
     stages = base(options.base_seed, steps=options.steps)
+    data = stages[-1].data
+    assert isinstance(data, TaskData) and isinstance(data.task, HashHop)
+    scores["floor"] = [{"0": data.task.chain_floor()}]
     trained = finish(stages)
     if trained is None:
         return 130

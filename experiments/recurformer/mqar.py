@@ -75,11 +75,14 @@ def main(argv: list[str] | None = None) -> int:
                 return 130
             row, data = last_validation(root), run.data
             assert isinstance(data, TaskData) and isinstance(data.task, Mqar)
+            settings = data.task.validation
+            names = [f"{each.length}; {each.pairs}" for each in settings]
+            # Without the keys, any of the row's values.
+            floors = {n: 1 / s.pairs for n, s in zip(names, settings, strict=True)}
+            scores.setdefault("floor", [floors])
             shares = {
-                f"{setting.length}; {setting.pairs}": row[
-                    f"accuracy/pairs={setting.pairs}"
-                ]
-                for setting in data.task.validation
+                name: row[f"accuracy/pairs={setting.pairs}"]
+                for name, setting in zip(names, settings, strict=True)
             }
             scores.setdefault(f"beta {int(beta) / 100}", []).append(shares)
             text = table_of("accuracy at (tokens; pairs)", scores)

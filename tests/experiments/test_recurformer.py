@@ -150,8 +150,9 @@ def test_the_mqar_set_trains_and_prints_its_table(script, tmp_path, capsys):
     words = ["--runs", str(tmp_path), "--steps", "2", "--seeds", "1"]
     assert mqar.main([*words, "--betas", "50"]) == 0
     said = capsys.readouterr().out
-    head, _, row = said.splitlines()
-    assert head.endswith("| 64; 8 | 128; 16 | 128; 32 | 256; 64 | 512; 128 |")
+    head, _, floor, row = said.splitlines()
+    assert head.endswith("| 64; 8 | 64; 16 | 128; 32 | 256; 64 | 512; 128 |")
+    assert floor.startswith("| floor | 0.250 | 0.125 |")
     assert row.startswith("| beta 0.5 | 0.")
 
 
@@ -179,9 +180,9 @@ def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head == "| h_gq at beta | 0 | 1.0 |"
     names = [row.split("|")[1].strip() for row in rows]
-    assert names == ["base", "base, trained on", "recent", "least"]
+    assert names == ["floor", "base", "base, trained on", "recent", "least"]
     # Of all heads there is one choice: it is trained once.
-    assert rows[2].split("|")[3] == rows[3].split("|")[3]
+    assert rows[3].split("|")[3] == rows[4].split("|")[3]
     assert len(list(tmp_path.glob("all_1.0_seed0*"))) == 2
 
     train = hash_hop.train
