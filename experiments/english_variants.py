@@ -17,7 +17,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -86,8 +86,9 @@ class Options:
 
 def stack(name: Name, mlp_width: int) -> StackConfig:
     """Returns a variant's four layers."""
-    size = {"layers": LAYERS, "width": WIDTH, "init": UNIT_VARIANCE}
-    heads = {"heads": HEADS, "key_heads": HEADS, "head_width": WIDTH // HEADS}
+    size: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "init": UNIT_VARIANCE}
+    heads: dict[str, Any] = {"heads": HEADS, "key_heads": HEADS}
+    heads["head_width"] = WIDTH // HEADS
     mlp = MlpConfig(kind="gelu", width=mlp_width)
     transformer = TransformerConfig(**size, attention=AttentionConfig(**heads), mlp=mlp)
     match name:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recurjax.data.tasks import TaskData
 from recurjax.errors import UserError
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
@@ -118,6 +119,7 @@ def test_attention_learns_needles_in_800_steps(recall):
     )
     cell = recall.Cell("needles", "attention", 3e-3, 0)
     lines = list(recall.lines_of(cell, run, every=100))
+    assert isinstance(run.data, TaskData)
     floor = recall.floor_of(run.data.task)
     assert lines[0].accuracy < 1.5 * floor < 0.5
     assert lines[-1].end == "passed" and lines[-1].accuracy >= 0.9

@@ -6,6 +6,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ TASK = Mqar(
     train=(Setting(LENGTH, 4, 10_000),),
     validation=(Setting(LENGTH, 4, 16),),
 )
+DATA = TaskData(task=TASK, prefetch=0)
 EXPERIMENT = Experiment(
     name="peer",
     model=ModelConfig(
@@ -45,7 +47,7 @@ EXPERIMENT = Experiment(
             init=UNIT_VARIANCE,
         ),
     ),
-    data=TaskData(task=TASK, prefetch=0),
+    data=DATA,
     # Logits at the four answers of each row: the peer computes them everywhere.
     objective=NextToken(answers=4),
     optimizer=Adam(learning_rate=3e-3, b2=0.98),
@@ -64,22 +66,19 @@ def test_losses_and_gradient_norms_are_those_of_a_peer_in_pytorch(tmp_path):
     step = build_step(EXPERIMENT, mesh)
     state = step.initialise(jax.random.key(0))
     # Copies: a step uses its state up.
-    weights = {
+    weights: dict[str, Any] = {
         parameter_name(path): np.array(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.model)
     }
-    loader = iter(
-        TaskDataset(config=EXPERIMENT.data).loader("train", length=LENGTH, batch=BATCH)
-    )
+    loader = iter(TaskDataset(config=DATA).loader("train", length=LENGTH, batch=BATCH))
     batches = [next(loader) for _ in range(STEPS)]
     assert IGNORED == -1  # what the peer leaves out
-    np.savez(
-        tmp_path / "inputs.npz",
-        heads=HEADS,
-        ids=np.stack([rows["ids"] for rows in batches]),
-        targets=np.stack([rows["targets"] for rows in batches]),
-        **weights,
-    )
+    inputs: dict[str, Any] = {
+        "heads": HEADS,
+        "ids": np.stack([rows["ids"] for rows in batches]),
+        "targets": np.stack([rows["targets"] for rows in batches]),
+    }
+    np.savez(tmp_path / "inputs.npz", **inputs, **weights)
     script = Path(__file__).with_name("torch_peer.py")
     files = (tmp_path / "inputs.npz", tmp_path / "peer.npz")
     subprocess.run([python, script, *files], check=True, timeout=120)
