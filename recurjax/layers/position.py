@@ -1,5 +1,6 @@
 """Where a token stands: rotary embedding, ALiBi, learned absolute embedding."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 
 from recurjax.layers.initialization import InitConfig, draw_embedding
 from recurjax.ranges import (
@@ -16,8 +17,97 @@ from recurjax.ranges import (
     PositiveInt,
     Range,
     RangeChecks,
+    check_ranges,
 )
 from recurjax.types import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearScaling(RangeChecks):
+    """Position interpolation (Chen et al. 2023): every theta_i / factor."""
+
+    factor: PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicScaling(RangeChecks):
+    """A larger base for sequences beyond the training length ("dynamic NTK").
+
+    base (factor T / length - factor + 1)^(r / (r - 2)) for T > length tokens.
+
+    Attributes:
+      factor: see the equation.
+      length: the sequences of training, in tokens.
+    """
+
+    factor: PositiveFloat
+    length: PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama3Scaling(RangeChecks):
+    """Llama 3.1's rule: slow dimensions / factor, fast ones as they are.
+
+    A dimension is slow when it turns less than `low` times in `length` tokens, fast
+    when it turns more than `high` times; in between both are mixed linearly.
+
+    Attributes:
+      factor, low, high: see above.
+      length: the sequences of pretraining, in tokens.
+    """
+
+    factor: PositiveFloat
+    low: PositiveFloat
+    high: PositiveFloat
+    length: PositiveInt
+
+    def __post_init__(self):
+        check_ranges(self)
+        if self.low >= self.high:
+            raise ValueError(
+                f"Llama3Scaling: low must be below high, got {self.low} and {self.high}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScaling(RangeChecks):
+    """YaRN (Peng et al. 2023): slow dimensions / factor, by a ramp over dimensions.
+
+    Attributes:
+      factor: of the slow dimensions.
+      length: the sequences of pretraining, in tokens.
+      fast, slow: turns in `length` tokens at which the ramp begins and ends.
+      truncate: whether the ramp's ends are whole dimensions.
+      amplitude: multiplies cosine and sine, so that logits grow by its square.
+    """
+
+    factor: PositiveFloat
+    length: PositiveInt
+    fast: PositiveFloat = 32.0
+    slow: PositiveFloat = 1.0
+    truncate: bool = True
+    amplitude: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongScaling(RangeChecks):
+    """LongRoPE (Ding et al. 2024): theta_i / short_i, or / long_i in long sequences.
+
+    Attributes:
+      short: one factor for each pair of rotated dimensions.
+      long: those of sequences of more than `length` tokens.
+      length: the sequences of pretraining, in tokens.
+      amplitude: multiplies cosine and sine.
+    """
+
+    short: tuple[PositiveFloat, ...]
+    long: tuple[PositiveFloat, ...]
+    length: PositiveInt
+    amplitude: PositiveFloat = 1.0
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling
+"""How a rotary embedding reaches beyond the sequences of pretraining."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +117,19 @@ class Rope(RangeChecks):
     Attributes:
       base: wavelength base, in the exponent's sense: theta_i = base^(-2i / width).
       fraction: share of the head's width, from the front, that is rotated.
+      scaling: what changes theta_i for long sequences, or None.
     """
 
     base: Annotated[float, Range(above=1)] = 10000.0
     fraction: PositiveFraction = 1.0
+    scaling: RopeScaling | None = None
+
+    @property
+    def asks_length(self) -> bool:
+        """Whether angles depend on how long the sequence is, not on positions alone."""
+        scaling = self.scaling
+        by_length = isinstance(scaling, LongScaling) and scaling.short != scaling.long
+        return by_length or isinstance(scaling, DynamicScaling)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,23 +164,29 @@ def longest_sequence(config: PositionConfig | None) -> int | None:
 
 
 def rotate(
-    x: Float[Array, "B T H E"], positions: Int[Array, "#B T"], config: Rope
+    x: Float[Array, "B T H E"],
+    positions: Int[Array, "#B T"],
+    config: Rope,
+    *,
+    length: int | None = None,
 ) -> Float[Array, "B T H E"]:
     """Rotates pairs (x[i], x[i + r/2]) of the first r = fraction * E dimensions.
 
     y1 = x1 cos(p theta) - x2 sin(p theta);  y2 = x2 cos(p theta) + x1 sin(p theta).
     Angles, sine and cosine are in at least float32. Source: Su et al. 2021, eq. (34),
     in GPT-NeoX's half-split order.
+
+    Args:
+      length: see `frequencies`.
     """
     rotary = rotary_width(x.shape[-1], config)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    # Frequencies in float64 by numpy: they are constants, and float32 powers would move
-    # the angle of a far position visibly.
-    theta = config.base ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary)
+    theta, amplitude = frequencies(config, x.shape[-1], length=length)
     angles = positions[..., None].astype(dtype) * theta.astype(dtype)
-    cos, sin = (
-        _once(table)[:, :, None] for table in (jnp.cos(angles), jnp.sin(angles))
-    )  # [B, T, 1, r/2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if amplitude != 1.0:
+        cos, sin = amplitude * cos, amplitude * sin
+    cos, sin = (_once(table)[:, :, None] for table in (cos, sin))  # [B, T, 1, r/2]
     # Half-split: dimension i turns with i + r/2, not with its neighbour.
     x1, x2, rest = jnp.split(x, [rotary // 2, rotary], axis=-1)
     y1 = (x1 * cos - x2 * sin).astype(x.dtype)
@@ -103,14 +208,93 @@ def _once(table: Array) -> Array:
     )
 
 
+def frequencies(
+    config: Rope, head_width: int, *, length: int | None = None
+) -> tuple[Float64[np.ndarray, " N"], float]:
+    """Returns theta_i of every rotated pair, and what multiplies cosine and sine.
+
+    In float64 by numpy: they are constants, and float32 powers would move the angle of
+    a far position visibly.
+
+    Args:
+      head_width: E.
+      length: tokens that the sequence has, or that its cache has room for; needed where
+        the scaling asks for it.
+
+    Raises:
+      NotImplementedError: the scaling asks for a length and there is none.
+    """
+    rotary, scaling = rotary_width(head_width, config), config.scaling
+    exponents = -np.arange(0, rotary, 2, dtype=np.float64) / rotary
+    if length is None and config.asks_length:
+        raise NotImplementedError(
+            f"rotate: {type(scaling).__name__} depends on the sequence's length, which "
+            "this stack does not hand on: use another scaling"
+        )
+    match scaling:
+        case DynamicScaling(factor=factor) if length and length > scaling.length:
+            growth = factor * length / scaling.length - factor + 1
+            base = config.base * growth ** (rotary / (rotary - 2))
+            return base**exponents, 1.0
+        case LinearScaling(factor=factor):
+            return config.base**exponents / factor, 1.0
+        case Llama3Scaling():
+            theta = config.base**exponents
+            turns = scaling.length * theta / (2 * np.pi)
+            mix = (turns - scaling.low) / (scaling.high - scaling.low)
+            return _mixed(theta, scaling.factor, np.clip(mix, 0, 1)), 1.0
+        case YarnScaling():
+            ramp = _yarn_ramp(scaling, config.base, rotary)
+            theta = _mixed(config.base**exponents, scaling.factor, 1 - ramp)
+            return theta, scaling.amplitude
+        case LongScaling():
+            is_long = length is not None and length > scaling.length
+            factors = scaling.long if is_long else scaling.short
+            return config.base**exponents / np.array(factors), scaling.amplitude
+        case _:
+            return config.base**exponents, 1.0
+
+
+def _mixed(theta: np.ndarray, factor: float, unscaled: np.ndarray) -> np.ndarray:
+    return theta * (unscaled + (1 - unscaled) / factor)
+
+
+def _yarn_ramp(scaling: YarnScaling, base: float, rotary: int) -> np.ndarray:
+    """Returns 0 for pairs that turn fast, 1 for slow ones: Peng et al., section 3.2."""
+
+    def pair_of(turns: float) -> float:
+        # The pair that turns so often in `length` tokens, as a fraction.
+        wavelength = scaling.length / (turns * 2 * math.pi)
+        return rotary * math.log(wavelength) / (2 * math.log(base))
+
+    low, high = pair_of(scaling.fast), pair_of(scaling.slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary - 1)
+    # An empty ramp is a step.
+    high = high + 0.001 if low == high else high
+    return np.clip((np.arange(rotary // 2) - low) / (high - low), 0, 1)
+
+
 def rotary_width(head_width: int, config: Rope) -> int:
-    """Returns how many of E dimensions are rotated; raises ValueError when odd."""
+    """Returns how many of E dimensions are rotated.
+
+    Raises:
+      ValueError: they are odd, or the scaling has factors for another number.
+    """
     rotary = int(head_width * config.fraction)
     if rotary < 2 or rotary % 2:
         raise ValueError(
             f"rotate: fraction {config.fraction} of head width {head_width} must be an "
             f"even number of dimensions, got {rotary}"
         )
+    if isinstance(config.scaling, LongScaling):
+        counts = len(config.scaling.short), len(config.scaling.long)
+        if set(counts) != {rotary // 2}:
+            raise ValueError(
+                f"rotate: LongScaling needs {rotary // 2} factors, one for each pair "
+                f"that is rotated, got {counts[0]} and {counts[1]}"
+            )
     return rotary
 
 

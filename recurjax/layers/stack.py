@@ -1,10 +1,12 @@
 """What stacks of layers share: layers made once and scanned, rows of their caches.
 
-A stack of L layers with a pattern of P places has L / P repeats. Layers of one place
+A stack of L layers with a pattern of P places has L // P repeats. Layers of one place
 are alike but for their weights, so they are one module whose parameters have the
-repeats on a leading axis: place p holds layers p, p + P, p + 2P, ...
+repeats on a leading axis: place p holds layers p, p + P, p + 2P, ... The L mod P layers
+behind the last repeat are modules of one layer each: see `stacked_layers`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -39,6 +41,19 @@ class PatternCache(NamedTuple):
         return all(group.slots == 0 for group in self.groups)
 
 
+def stacked_layers(layers: int, pattern: int) -> list[range]:
+    """Returns the layers of each module of a stack: P places, then what is left over.
+
+    Args:
+      layers: L.
+      pattern: P, at most L.
+    """
+    repeated = layers - layers % pattern
+    return [range(place, repeated, pattern) for place in range(pattern)] + [
+        range(layer, layer + 1) for layer in range(repeated, layers)
+    ]
+
+
 def make_blocks(
     build: Callable[[int, Array, nnx.Rngs], nnx.Module],
     *,
@@ -46,26 +61,27 @@ def make_blocks(
     pattern: int,
     rngs: nnx.Rngs,
 ) -> list[Any]:
-    """Makes L blocks: a list of P modules, each stacking the layers of its place.
+    """Makes L blocks: a list of modules, each of which stacks its `stacked_layers`.
 
     Args:
-      build: makes one block from its place, its layer's number (traced) and its keys.
-      layers: L, a multiple of P.
+      build: makes one block from its place in the pattern, its layer's number (traced)
+        and its keys.
+      layers: L.
       pattern: P.
     """
-    # Place p of the pattern serves the layers p, p + P, p + 2 P, ...: `repeats` of
-    # them.
-    repeats = layers // pattern
     groups = []
-    for place in range(pattern):
+    for numbers in stacked_layers(layers, pattern):
 
-        def block(key: Array, layer: Array, place: int = place) -> nnx.Module:
+        def block(
+            key: Array, layer: Array, place: int = numbers.start % pattern
+        ) -> nnx.Module:
             return build(place, layer, nnx.Rngs(params=key))
 
         # One traced init for all repeats, so that a deep stack takes no longer to
         # compile.
-        keys = jax.random.split(rngs.params(), repeats)
-        groups.append(jax.vmap(block)(keys, place + pattern * jnp.arange(repeats)))
+        keys = jax.random.split(rngs.params(), len(numbers))
+        depths = jnp.arange(numbers.start, numbers.stop, numbers.step)
+        groups.append(jax.vmap(block)(keys, depths))
     return groups
 
 
@@ -85,19 +101,21 @@ def run_blocks(
       remat: what the backward pass computes again.
       unroll: repeats of the pattern in one turn of the scan.
     """
-    repeats = _repeats(blocks)
-    x, groups, _ = scan_pattern(
-        lambda _, block, x, group: (*block(x, group, tokens), None),
-        x,
-        cache.groups,
-        tuple(blocks),
-        jnp.arange(repeats, dtype=jnp.int32),
-        position=cache.position,
-        remat=remat,
-        unroll=unroll,
-        cached=not cache.training,
-    )
-    return x, advanced(cache, groups, x.shape[1], tokens)
+    groups: list[Cache] = []
+    for repeats, part in _runs(blocks):
+        x, written, _ = scan_pattern(
+            lambda _, block, x, group: (*block(x, group, tokens), None),
+            x,
+            cache.groups[part],
+            tuple(blocks)[part],
+            jnp.arange(repeats, dtype=jnp.int32),
+            position=cache.position,
+            remat=remat,
+            unroll=unroll,
+            cached=not cache.training,
+        )
+        groups += written
+    return x, advanced(cache, tuple(groups), x.shape[1], tokens)
 
 
 def layer_states(
@@ -118,11 +136,14 @@ def layer_states(
         return block(x, group, tokens)[0]
 
     yield x
-    for repeat in range(_repeats(blocks)):
-        for block, group in zip(blocks, cache.groups, strict=True):
-            layer = jax.tree.map(lambda w, at=repeat: w[at], block)
-            x = run(layer, group, x)
-            yield x
+    for repeats, part in _runs(blocks):
+        for repeat in range(repeats):
+            for block, group in zip(
+                tuple(blocks)[part], cache.groups[part], strict=True
+            ):
+                layer = jax.tree.map(lambda w, at=repeat: w[at], block)
+                x = run(layer, group, x)
+                yield x
 
 
 def scan_pattern(
@@ -201,8 +222,14 @@ def advanced(
     return PatternCache(position=cache.position + count, groups=groups)
 
 
-def _repeats(blocks: Sequence[Any]) -> int:
-    return jax.tree.leaves(blocks[0])[0].shape[0]
+def _runs(blocks: Sequence[Any]) -> Iterator[tuple[int, slice]]:
+    """Yields how many repeats there are, and which modules have so many."""
+    counts = [jax.tree.leaves(block)[0].shape[0] for block in blocks]
+    start = 0
+    for repeats, same in itertools.groupby(counts):
+        stop = start + len(list(same))
+        yield repeats, slice(start, stop)
+        start = stop
 
 
 def scan_layers(

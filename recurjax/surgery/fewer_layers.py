@@ -37,9 +37,10 @@ def with_evenly_kept_layers(
     layers = evenly_kept(base.layers, base.layers // loops * loops)
     if len(layers) == base.layers:
         return model
-    if len(base.windows) > 1:
+    if len(base.pattern) > 1:
         raise UserError(
-            f"layers cannot be left out of a model whose windows differ: {base.windows}"
+            "layers cannot be left out of a model whose windows or positions differ: "
+            f"{base.pattern}"
         )
     ours, rows = named_leaves(model), jnp.array(layers)
 

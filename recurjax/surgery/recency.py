@@ -98,6 +98,11 @@ def measure_recency(
             f"the recency of heads is measured in a Transformer, not in a "
             f"{type(config).__name__}"
         )
+    if len(config.pattern) > 1:
+        raise UserError(
+            "the recency of heads is measured in layers that are alike, not in those "
+            f"of a pattern of {len(config.pattern)} windows or positions"
+        )
     # A window would decide the ratio before the text does.
     if config.windows != (None,):
         raise UserError(
@@ -180,7 +185,7 @@ def _layer_recency(
     block = jax.tree.map(lambda leaf: leaf[layer], stack.blocks[0])
     # The block's own queries, keys and values, norms and positions applied.
     config = stack.config.attention
-    q, k, v = block.attention.queries_keys_values(block.attention_norm(x))
+    q, k, v = block.attention.queries_keys_values(block.attention_input(x))
     B, T, H, E = q.shape
     scale = E**-0.5 if config.scale is None else config.scale
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)

@@ -66,12 +66,11 @@ def to_recurformer(
     config = dataclasses.replace(model.config, stack=stack)
     ours = to_nested_dict(model)
     blocks = ours["stack"].pop("blocks")
-    P = len(base.windows)
     layers = {}
     for layer in range(base.layers):
         # Stacked by place and repeat in the Transformer; by layer here, as layers
         # differ in shape.
-        place, repeat = layer % P, layer // P
+        place, repeat = base.place_of(layer)
         block = jax.tree.map(lambda leaf, r=repeat: leaf[r], blocks[str(place)])
         if replaced[layer]:
             _keep_heads(block["attention"], stack, layer)
@@ -258,7 +257,7 @@ def record_heads(
     cache = stack.init_cache(1, 0, states[0].dtype)
     for layer in range(config.layers):
         # Layers of one place in the pattern are stacked over the repeats.
-        repeat, place = divmod(layer, len(config.windows))
+        place, repeat = config.place_of(layer)
         block = jax.tree.map(lambda leaf, r=repeat: leaf[r], stack.blocks[place])
         group = cache.groups[place]._replace(
             position=cache.position, layer=jnp.int32(0)
@@ -288,7 +287,7 @@ def _embedded(base: Decoder, ids: np.ndarray) -> Float[Array, "B T D"]:
 @jax.jit
 def _run_layer(block: Any, group: Any, x: Float[Array, "B T D"]) -> tuple[Array, ...]:
     # The base's own norm and weights: what the heads made of these texts.
-    v, o = block.attention.values_and_outputs(block.attention_norm(x))
+    v, o = block.attention.values_and_outputs(block.attention_input(x))
     after, _ = block(x, group, Tokens(jnp.zeros(x.shape[:2], jnp.int32)))
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return after, v.astype(wide), o.astype(wide)

@@ -152,7 +152,7 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
             "no keys and values of their own"
         )
     config = dataclasses.replace(model.config, stack=stack.transformer)
-    ours, P = named_leaves(model), len(stack.transformer.windows)
+    ours, P = named_leaves(model), len(stack.transformer.pattern)
     depths = depths_of(stack.layers, stack.loops, stack.sharing)
 
     def make(name: str) -> np.ndarray | Array:
@@ -215,7 +215,7 @@ def _of_use(
     k: int,
 ) -> np.ndarray:
     """Returns a parameter of the block's layer k as its b-th use has it."""
-    repeat, place = divmod(k, len(stack.transformer.windows))
+    repeat, place = divmod(k, len(stack.transformer.pattern))
     leaf = ours[f"stack.blocks.{place}.{name}"]
     by_use = not stack.tie_norms and not is_matrix(name)
     value = on_host(leaf[b, repeat] if by_use else leaf[repeat])
@@ -310,7 +310,7 @@ class RecursiveParts:
         stack = config.stack
         assert isinstance(stack, RelaxedRecursiveTransformerConfig)
         self.stack, self.start, base = stack, start, stack.transformer
-        self.source, self.pattern = named_leaves(model), len(base.windows)
+        self.source, self.pattern = named_leaves(model), len(base.pattern)
         self.depths = depths_of(base.layers, stack.loops, stack.sharing)
         self.sources: Sequence[Sequence[int]] = ()
         if start.init == "random":
@@ -562,7 +562,7 @@ def kept_energy(
     """
     stack, base = recursive_config(recursive), model.config.stack
     assert isinstance(base, TransformerConfig)
-    ours, theirs, P = named_leaves(recursive), named_leaves(model), len(base.windows)
+    ours, theirs, P = named_leaves(recursive), named_leaves(model), len(base.pattern)
     energies = []
     for b, row in enumerate(depths_of(base.layers, stack.loops, stack.sharing)):
         for k, depth in enumerate(row.tolist()):

@@ -6,11 +6,14 @@ from flax import nnx
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.position import (
     Alibi,
+    DynamicScaling,
     LearnedPositions,
+    LongScaling,
     PositionEmbedding,
     Rope,
     alibi_bias,
     alibi_slopes,
+    frequencies,
     rotary_width,
     rotate,
 )
@@ -97,3 +100,23 @@ def test_a_table_of_no_positions_is_an_error():
         ValueError, match=r"LearnedPositions\.length: must be >= 1, got 0"
     ):
         LearnedPositions(length=0)
+
+
+def test_long_rope_and_dynamic_bases_follow_the_length():
+    plain = 100.0 ** -(np.arange(2) / 2)
+    long = LongScaling(short=(1.0, 2.0), long=(3.0, 5.0), length=8, amplitude=1.5)
+    rope = Rope(base=100.0, scaling=long)
+    for length, factors in ((8, (1.0, 2.0)), (9, (3.0, 5.0))):
+        theta, amplitude = frequencies(rope, 4, length=length)
+        np.testing.assert_allclose(theta, plain / factors)
+        assert amplitude == 1.5
+    rope = Rope(base=100.0, scaling=DynamicScaling(factor=2.0, length=8))
+    np.testing.assert_allclose(frequencies(rope, 4, length=8)[0], plain)
+    base = 100.0 * (2 * 16 / 8 - 1) ** (4 / 2)
+    np.testing.assert_allclose(
+        frequencies(rope, 4, length=16)[0], base ** -(np.arange(2) / 2)
+    )
+    with pytest.raises(NotImplementedError, match="depends on the sequence's length"):
+        frequencies(rope, 4)
+    with pytest.raises(ValueError, match="LongScaling needs 4 factors"):
+        rotary_width(8, Rope(scaling=long))

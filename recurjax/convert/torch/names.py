@@ -8,6 +8,7 @@ from recurjax.parameters import torch_word
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
+from recurjax.variants.transformer import TransformerConfig
 
 _BLOCK = re.compile(r"^stack\.(?:blocks|(adapters))\.(?:(\d+)\.)?")
 
@@ -35,6 +36,8 @@ def torch_pieces(config: ModelConfig) -> list[Piece]:
             *use, index = indices(layer)
             # Our layer is its place in the pattern and its repeat.
             number = index * period + place
+            if isinstance(config.stack, TransformerConfig):
+                number = config.stack.stacked[place][index]
             shared = "blocks." if looped else ""
             of = f"uses.{use[0]}.{number}" if use else f"{shared}{number}"
             _add(table, f"layers.{of}.{rest}", name, layer)

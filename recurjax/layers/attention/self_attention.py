@@ -157,10 +157,10 @@ class SelfAttention(nnx.Module):
           additions: of low rank to the linear maps, or None.
         """
         added = AttentionAdditions() if additions is None else additions
-        positions = self._positions(x, cache)
+        positions, length = self._positions(x, cache), _length(x, cache)
         x_q, x_new = apart(x, 2)
-        q = self._queries(x_q, positions, added)
-        new = self.keys_and_values(x_new, positions, additions)
+        q = self._queries(x_q, positions, added, length)
+        new = self.keys_and_values(x_new, positions, additions, length=length)
         if cache.slots == 0:
             o = self._attend_to_input(q, *new, tokens)
         else:
@@ -186,7 +186,7 @@ class SelfAttention(nnx.Module):
         """
         added = AttentionAdditions() if additions is None else additions
         positions = self._positions(x, before)
-        q = self._queries(x, positions, added)
+        q = self._queries(x, positions, added, _length(x, before))
         if before.slots == 0:
             o = self._attend_to_input(q, *keys_values, tokens)
         else:
@@ -207,7 +207,9 @@ class SelfAttention(nnx.Module):
         Args:
           additions: as in `keep`; those of keys and values are used.
         """
-        new = self.keys_and_values(x, self._positions(x, cache), additions)
+        new = self.keys_and_values(
+            x, self._positions(x, cache), additions, length=_length(x, cache)
+        )
         return write(cache, *new, tokens.lengths)
 
     def through(
@@ -227,7 +229,7 @@ class SelfAttention(nnx.Module):
         """
         added = AttentionAdditions() if additions is None else additions
         x_q, x_new = apart(x, 2)
-        q = self._queries(x_q, positions, added)
+        q = self._queries(x_q, positions, added, None)
         new = self.keys_and_values(x_new, positions, additions)
         options = self._options(q, None)
         del options["lengths"]  # every token says for itself whether it is there
@@ -238,15 +240,20 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "#B T"],
         additions: AttentionAdditions | None = None,
+        *,
+        length: int | None = None,
     ) -> KeysValues:
-        """Makes the keys and values of tokens that attend to nothing here."""
+        """Makes the keys and values of tokens that attend to nothing here.
+
+        Args:
+          length: see `frequencies`.
+        """
         added = AttentionAdditions() if additions is None else additions
         x_k, x_v = apart(x, 2)
         k = project(x_k, self.w_k, self.b_k, added.k)
         v = project(x_v, self.w_v, self.b_v, added.v)
-        return KeysValues(
-            self._rotate_heads(self._norm_heads(k, self.k_norm), positions), v
-        )
+        k = self._rotate_heads(self._norm_heads(k, self.k_norm), positions, length)
+        return KeysValues(k, v)
 
     def queries_keys_values(
         self, x: Float[Array, "B T D"]
@@ -256,8 +263,8 @@ class SelfAttention(nnx.Module):
         """Returns what heads make of whole rows, to look at them."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
-        k, v = self.keys_and_values(x, positions)
-        return self._queries(x, positions, none), k, v
+        k, v = self.keys_and_values(x, positions, length=x.shape[1])
+        return self._queries(x, positions, none, x.shape[1]), k, v
 
     def values_and_outputs(
         self, x: Float[Array, "B T D"]
@@ -265,8 +272,8 @@ class SelfAttention(nnx.Module):
         """Returns the values of whole rows, and what each head reads out of them."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
-        k, v = self.keys_and_values(x, positions)
-        q = self._queries(x, positions, none)
+        k, v = self.keys_and_values(x, positions, length=x.shape[1])
+        q = self._queries(x, positions, none, x.shape[1])
         tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
         return v, self._attend_to_input(q, k, v, tokens)
 
@@ -276,9 +283,15 @@ class SelfAttention(nnx.Module):
         start = one_row if cache.slots == 0 else cache.position[:, None]
         return start + jnp.arange(x.shape[1])  # [1 or B, T]
 
-    def _queries(self, x: Array, positions: Array, added: AttentionAdditions) -> Array:
+    def _queries(
+        self,
+        x: Array,
+        positions: Array,
+        added: AttentionAdditions,
+        length: int | None,
+    ) -> Array:
         q = project(x, self.w_q, self.b_q, added.q)
-        return self._rotate_heads(self._norm_heads(q, self.q_norm), positions)
+        return self._rotate_heads(self._norm_heads(q, self.q_norm), positions, length)
 
     def _norm_heads(self, heads: Array, norm: Norm | None) -> Array:
         if norm is None:
@@ -287,10 +300,14 @@ class SelfAttention(nnx.Module):
             return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
         return norm(heads)
 
-    def _rotate_heads(self, heads: Array, positions: Array) -> Array:
+    def _rotate_heads(
+        self, heads: Array, positions: Array, length: int | None
+    ) -> Array:
         # Before the cache: a cached key is rotated once, where it was made.
         rope = self.config.position
-        return rotate(heads, positions, rope) if isinstance(rope, Rope) else heads
+        if not isinstance(rope, Rope):
+            return heads
+        return rotate(heads, positions, rope, length=length)
 
     def _attend_to_input(self, q, k, v, tokens: Tokens) -> Array:
         # All rows stand at 0, so that distances are those of places in the row.
@@ -360,3 +377,11 @@ class SelfAttention(nnx.Module):
             self.config.position,
             dtype=jnp.promote_types(dtype, jnp.float32),
         )
+
+
+def _length(x: Array, cache: KeyValueCache) -> int:
+    """Returns the tokens of a row in training, else those that the cache has room for.
+
+    A ring has room for its window only: stacks make none where a rope asks for it.
+    """
+    return cache.slots or x.shape[1]

@@ -21,10 +21,10 @@ from recurjax.layers.linear import apart
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Rope, rotate
-from recurjax.layers.stack import residual_scale
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.config import LayerHeads, RecurFormerConfig
 from recurjax.variants.recurformer.mamba import Mamba, MambaCache
+from recurjax.variants.transformer.block import ResidualBlock
 
 
 class LayerCache(NamedTuple):
@@ -49,7 +49,7 @@ class PartialAttention(nnx.Module):
 
     def __init__(self, config: RecurFormerConfig, *, layer: int, rngs: nnx.Rngs):
         base = config.transformer
-        a, D, init = base.attention, base.width, base.init
+        a, D, init = base.attention_of(base.kind_of(layer)), base.width, base.init
         self.config, self.heads = a, config.heads(layer)
         heads, E = self.heads, a.head_width
         # Query heads that still attend, and the key heads that one of them reads.
@@ -112,8 +112,9 @@ class PartialAttention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(config.position, Rope):
-            q = rotate(q, positions, config.position)
-            k = rotate(k, positions, config.position)
+            length = cache.slots or x.shape[1]
+            q = rotate(q, positions, config.position, length=length)
+            k = rotate(k, positions, config.position, length=length)
         # Values of the key heads that are still read; Mamba takes the others'.
         v = v[:, :, np.asarray(heads.key_heads)]
         scale = config.head_width**-0.5 if config.scale is None else config.scale
@@ -160,34 +161,34 @@ class PartialAttention(nnx.Module):
         return y.reshape(B, T, -1, E), cache if training else after
 
 
-class RecurFormerBlock(nnx.Module):
-    """A Transformer layer, pre-norm, whose attention may have given up heads."""
+class RecurFormerBlock(ResidualBlock):
+    """A Transformer layer whose attention may have given up heads."""
 
     def __init__(self, config: RecurFormerConfig, *, layer: int, rngs: nnx.Rngs):
         base = config.transformer
+        super().__init__(base)
         D, init = base.width, base.init
         depth = {"layer": layer, "layers": base.layers}
-        self.parallel = base.parallel_residual
-        self.residual_scale = residual_scale(base.residual_scale, base.layers)
-        self.attention_norm = Norm(base.norm, D)
         # A layer that keeps all heads is the base's own, to the bit, windows too.
         if config.replaced[layer]:
             self.attention = PartialAttention(config, layer=layer, rngs=rngs)
         else:
-            window = base.windows[layer % len(base.windows)]
+            kind = base.kind_of(layer)
             self.attention = WholeAttention(
-                base.attention, D, init, window=window, rngs=rngs, **depth
+                base.attention_of(kind),
+                D,
+                init,
+                window=kind.window,
+                rngs=rngs,
+                **depth,
             )
-        self.mlp_norm = Norm(base.norm, D)
         self.mlp = Mlp(base.mlp, D, init, rngs=rngs, **depth)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        mixed, cache = self.attention(self.attention_norm(x), cache, tokens)
-        y = x + self.residual_scale * mixed
-        source = x if self.parallel else y
-        return y + self.residual_scale * self.mlp(self.mlp_norm(source)), cache
+        mixed, cache = self.attention(self.attention_input(x), cache, tokens)
+        return self.add(x, mixed), cache
 
 
 class WholeAttention(SelfAttention):

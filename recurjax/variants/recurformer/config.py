@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from recurjax.layers.attention import slots_for
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.position import Alibi
 from recurjax.layers.stack import StackFacts
@@ -61,13 +60,14 @@ class RecurFormerConfig(StackFacts):
                     f"RecurFormerConfig: layer {layer} wants heads from 0 to {H - 1}, "
                     f"ascending and each once, got {heads}"
                 )
-            if heads and base.windows[layer % len(base.windows)] is not None:
+            if heads and base.kind_of(layer).window is not None:
                 raise ValueError(
                     f"RecurFormerConfig: layer {layer} has a window: its heads read no "
                     "more than a window already, and are not replaced"
                 )
         attention = base.attention
-        if any(self.replaced) and isinstance(attention.position, Alibi):
+        positions = [kind.position for kind in base.pattern]
+        if any(self.replaced) and any(isinstance(p, Alibi) for p in positions):
             raise ValueError(
                 "RecurFormerConfig: heads with ALiBi are not replaced: their slopes "
                 "count on all heads"
@@ -126,7 +126,7 @@ class RecurFormerConfig(StackFacts):
         # Queries of the heads left, keys that they read, all values, the whole output
         # matrix.
         projections = self.width * a.head_width * (R + K + a.key_heads + a.heads)
-        window = base.windows[layer % len(base.windows)]
+        window = base.kind_of(layer).window
         seen = length if window is None else min(window + 1, length)
         total = 6.0 * projections + 12.0 * R * a.head_width * seen
         if heads.replaced:
@@ -224,8 +224,7 @@ def cache_bytes(
     keys_values = states = whole = 0
     for layer in range(base.layers):
         # A layer with a window keeps no more than it; none of its heads is replaced.
-        window = base.windows[layer % len(base.windows)]
-        slots = slots_for(length, window)
+        slots = base.kind_of(layer).slots(length)
         heads = config.heads(layer)
         keys_values += 2 * len(heads.key_heads) * E * slots * value_bytes
         whole += 2 * base.attention.key_heads * E * slots * value_bytes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.layers.attention import empty_key_value_cache, slots_for
+from recurjax.layers.attention import empty_key_value_cache
 from recurjax.layers.mesh import UncutStack, keep_rows_apart
 from recurjax.layers.position import (
     check_cache_length,
@@ -122,11 +122,10 @@ def layer_cache(
 ) -> LayerCache:
     """Makes one layer's empty cache; a window's is a ring buffer."""
     base, heads = config.transformer, config.heads(layer)
-    window = base.windows[layer % len(base.windows)]
     keys_values = empty_key_value_cache(
         1,
         batch,
-        slots_for(length, window),
+        base.kind_of(layer).slots(length),
         len(heads.key_heads),
         base.attention.head_width,
         dtype,

@@ -83,6 +83,11 @@ class RecurrentTransformerConfig(StackFacts):
         # Raises where the rotated width would be odd, now and not in the first step.
         if isinstance(self.position, Rope):
             rotary_width(self.head_width, self.position)
+            if self.position.scaling is not None:
+                raise ValueError(
+                    "RecurrentTransformerConfig: position.scaling must be None, got "
+                    f"{type(self.position.scaling).__name__}: the op's rope has none"
+                )
 
     @property
     def max_length(self) -> int | None:

@@ -44,18 +44,20 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
         name, L, B = type(self).__name__, self.transformer.layers, self.loops
         if L % B:
             raise ValueError(f"{name}: loops must divide the {L} layers, got {B}")
-        windows = self.transformer.windows
+        kinds = self.transformer.pattern
         # Backwards or in sequence, a layer of the block would come to places with other
-        # windows.
-        if len(set(windows)) > 1 and B > 1 and self.sharing != "cycle":
+        # windows or positions.
+        if len(set(kinds)) > 1 and B > 1 and self.sharing != "cycle":
             raise ValueError(
                 f"{name}: sharing {self.sharing!r} would give one layer several "
-                f"windows, {windows}: use sharing 'cycle' or one window for all layers"
+                f"windows or positions, {kinds}: use sharing 'cycle' or layers that "
+                "are alike"
             )
-        if self.block_layers % len(windows):
+        if self.block_layers % len(kinds):
             raise ValueError(
-                f"{name}: the {len(windows)} windows must divide the block's "
-                f"{self.block_layers} layers, so that every loop meets the same ones"
+                f"{name}: the pattern of {len(kinds)} windows and positions must "
+                f"divide the block's {self.block_layers} layers, so that every loop "
+                "meets the same ones"
             )
 
     @property

@@ -39,7 +39,7 @@ from recurjax.variants.transformer.block import BlockAdditions
 
 
 class TickCache(NamedTuple):
-    """Keys and values of all loops, for each place in the pattern of windows.
+    """Keys and values of all loops, for each place in the pattern of layers.
 
     The N parts behind the rows are the loops, or one where deeper loops read what loop
     1 wrote. Positions are the caller's: its lanes stand at several.
@@ -74,8 +74,8 @@ class DepthwiseBatching:
         config = self.config.transformer
         a, parts = config.attention, self._cache_parts
         keys = []
-        for window in config.windows:
-            slots = slots_for(length, window, ahead=ahead)
+        for kind in config.pattern:
+            slots = slots_for(length, kind.window, ahead=ahead)
             shape = (self._repeats, batch, parts, slots, a.key_heads, a.head_width)
             keys.append(jnp.zeros(shape, dtype))
         return TickCache(keys=tuple(keys), values=tuple(map(jnp.zeros_like, keys)))

@@ -62,11 +62,11 @@ class RelaxedRecursiveTransformerStack(
         base, loops = config.transformer, config.loops
 
         def block(place: int, layer: Array, rngs: nnx.Rngs) -> TransformerBlock:
-            window = base.windows[place]
-            return TransformerBlock(base, window=window, layer=layer, rngs=rngs)
+            kind = base.pattern[place]
+            return TransformerBlock(base, kind=kind, layer=layer, rngs=rngs)
 
         blocks = make_blocks(
-            block, layers=config.block_layers, pattern=len(base.windows), rngs=rngs
+            block, layers=config.block_layers, pattern=len(base.pattern), rngs=rngs
         )
         if not config.tie_norms:
             blocks = [repeat_vectors(block, loops) for block in blocks]
@@ -82,7 +82,7 @@ class RelaxedRecursiveTransformerStack(
                 return BlockAdapters(config, rngs=nnx.Rngs(params=key))
 
             shape = (loops, self._repeats)
-            for _ in base.windows:
+            for _ in base.pattern:
                 keys = jax.random.split(rngs.params(), shape)
                 adapters.append(jax.vmap(jax.vmap(adapter))(keys))
         self.adapters = nnx.List(adapters) if adapters else None
@@ -90,7 +90,7 @@ class RelaxedRecursiveTransformerStack(
     @property
     def _repeats(self) -> int:
         # K / P: a place of the pattern is one module that stacks K / P layers.
-        return self.config.block_layers // len(self.config.transformer.windows)
+        return self.config.block_layers // len(self.config.transformer.pattern)
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
         """Makes the cache for `length` tokens a row; a window's is a ring buffer.
@@ -106,8 +106,9 @@ class RelaxedRecursiveTransformerStack(
           ValueError: learned positions end before `length`.
         """
         loops = self.config.loops if self.config.loop_cache == "own" else 1
-        entries = loops * self._repeats
-        return empty_cache(self.config.transformer, entries, batch, length, dtype)
+        base = self.config.transformer
+        entries = [loops * self._repeats] * len(base.pattern)
+        return empty_cache(base, entries, batch, length, dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens

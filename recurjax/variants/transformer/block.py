@@ -16,7 +16,7 @@ from recurjax.layers.mlp import Mlp, MlpAdditions
 from recurjax.layers.norm import Norm
 from recurjax.layers.stack import residual_scale
 from recurjax.types import Array, Tokens
-from recurjax.variants.transformer.config import TransformerConfig
+from recurjax.variants.transformer.config import LayerKind, TransformerConfig
 
 
 class BlockAdditions(NamedTuple):
@@ -26,31 +26,77 @@ class BlockAdditions(NamedTuple):
     mlp: MlpAdditions | None = None
 
 
-class TransformerBlock(nnx.Module):
-    """Pre-norm attention and MLP around a residual stream.
+class ResidualBlock(nnx.Module):
+    """What is around the attention of a layer: its norms, its MLP, the residual stream.
+
+    A subclass makes `attention` and `mlp`.
+    """
+
+    mlp: Mlp
+
+    def __init__(self, config: TransformerConfig):
+        # Plain numbers, no parameters: they shape the program and are not trained.
+        self.parallel = config.parallel_residual
+        self.residual_scale = residual_scale(config.residual_scale, config.layers)
+
+        def norm(side: str) -> Norm | None:
+            is_there = config.norms in (side, "both")
+            return Norm(config.norm, config.width) if is_there else None
+
+        self.attention_norm, self.mlp_norm = norm("before"), norm("before")
+        self.attention_post_norm, self.mlp_post_norm = norm("after"), norm("after")
+
+    def attention_input(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns what the layer's attention reads of the residual stream."""
+        return _normed(self.attention_norm, x)
+
+    def add(
+        self,
+        x: Float[Array, "B T D"],
+        mixed: Float[Array, "B T D"],
+        additions: MlpAdditions | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Adds both branches to the residual stream.
+
+        Args:
+          x: what entered the layer.
+          mixed: what its attention made of it.
+          additions: see `Mlp`.
+        """
+        # In parallel both branches read x, and their products can be made as one.
+        y = x + self.residual_scale * _normed(self.attention_post_norm, mixed)
+        read = _normed(self.mlp_norm, x if self.parallel else y)
+        fed = _normed(self.mlp_post_norm, self.mlp(read, additions))
+        return y + self.residual_scale * fed
+
+
+def _normed(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
+
+
+class TransformerBlock(ResidualBlock):
+    """Attention and MLP around a residual stream.
 
     y = x + s Attention(norm(x)), z = y + s MLP(norm'(y)), s = 1 or 1/sqrt(L). Source:
-    Vaswani et al. 2017 with the norm in front (Xiong et al. 2020, figure 1b).
+    Vaswani et al. 2017 with the norm in front (Xiong et al. 2020, figure 1b). With
+    norms "after", y = x + s norm(Attention(x)), and so on; with "both", norms on both
+    sides.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
-        window: int | None,
+        kind: LayerKind,
         layer: Array | int,
         rngs: nnx.Rngs,
     ):
+        super().__init__(config)
         depth = {"layer": layer, "layers": config.layers}
         D, init = config.width, config.init
-        # Plain numbers, no parameters: they shape the program and are not trained.
-        self.parallel = config.parallel_residual
-        self.residual_scale = residual_scale(config.residual_scale, config.layers)
-        self.attention_norm = Norm(config.norm, D)
         self.attention = SelfAttention(
-            config.attention, D, init, window=window, rngs=rngs, **depth
+            config.attention_of(kind), D, init, window=kind.window, rngs=rngs, **depth
         )
-        self.mlp_norm = Norm(config.norm, D)
         self.mlp = Mlp(config.mlp, D, init, rngs=rngs, **depth)
 
     def __call__(
@@ -74,10 +120,10 @@ class TransformerBlock(nnx.Module):
         # A depth that shares its weights brings what it adds to them.
         added = BlockAdditions() if additions is None else additions
         mixed, cache, new = self.attention.keep(
-            self.attention_norm(x), cache, tokens, added.attention
+            self.attention_input(x), cache, tokens, added.attention
         )
         # Keys and values go on to who reads them again: a deeper loop.
-        return self._write(x, mixed, added), cache, new
+        return self.add(x, mixed, added.mlp), cache, new
 
     def read(
         self,
@@ -91,14 +137,14 @@ class TransformerBlock(nnx.Module):
         """Runs the layer on keys and values that an earlier run of it has made."""
         added = BlockAdditions() if additions is None else additions
         mixed = self.attention.read(
-            self.attention_norm(x),
+            self.attention_input(x),
             keys_values,
             before,
             written,
             tokens,
             added.attention,
         )
-        return self._write(x, mixed, added)
+        return self.add(x, mixed, added.mlp)
 
     def write(
         self,
@@ -109,7 +155,7 @@ class TransformerBlock(nnx.Module):
     ) -> KeyValueCache:
         """Writes the keys and values of tokens that do not run the layer."""
         added = BlockAdditions() if additions is None else additions
-        normed = self.attention_norm(x)
+        normed = self.attention_input(x)
         return self.attention.write(normed, cache, tokens, added.attention)
 
     def through(
@@ -121,9 +167,9 @@ class TransformerBlock(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Runs the layer on keys that the caller keeps: see `SelfAttention.through`."""
         added = BlockAdditions() if additions is None else additions
-        normed = self.attention_norm(x)
+        normed = self.attention_input(x)
         mixed = self.attention.through(normed, positions, look, added.attention)
-        return self._write(x, mixed, added)
+        return self.add(x, mixed, added.mlp)
 
     def keys_and_values(
         self,
@@ -133,11 +179,5 @@ class TransformerBlock(nnx.Module):
     ) -> KeysValues:
         """Makes the keys and values of tokens that do not run the layer."""
         added = BlockAdditions() if additions is None else additions
-        normed = self.attention_norm(x)
+        normed = self.attention_input(x)
         return self.attention.keys_and_values(normed, positions, added.attention)
-
-    def _write(self, x: Array, mixed: Array, added: BlockAdditions) -> Array:
-        # In parallel both branches read x, and their products can be made as one.
-        y = x + self.residual_scale * mixed
-        source = x if self.parallel else y
-        return y + self.residual_scale * self.mlp(self.mlp_norm(source), added.mlp)

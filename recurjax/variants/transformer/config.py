@@ -1,15 +1,40 @@
 """What a Transformer stack can be, and what it costs."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
-from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.attention import AttentionConfig, slots_for
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import longest_sequence
-from recurjax.layers.stack import Remat, StackFacts
+from recurjax.layers.position import (
+    Alibi,
+    LearnedPositions,
+    PositionConfig,
+    Rope,
+    longest_sequence,
+)
+from recurjax.layers.stack import Remat, StackFacts, stacked_layers
 from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
+
+
+class LayerKind(NamedTuple):
+    """What one layer of a pattern has of its own.
+
+    Attributes:
+      window: how far back it sees, or None.
+      position: its encoding of positions, or None.
+    """
+
+    window: int | None
+    position: PositionConfig | None
+
+    def slots(self, length: int) -> int:
+        """Returns S of its cache for `length` tokens a row: see `slots_for`."""
+        # A rope that asks for the sequence's length reads it off the cache.
+        ring = not (isinstance(self.position, Rope) and self.position.asks_length)
+        return slots_for(length, self.window if ring else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,17 +45,21 @@ class TransformerConfig(StackFacts):
       layers: L.
       width: D.
       attention, mlp, norm, init: the layers' own configs.
-      windows: how far back each layer sees, None for all; tiled over the layers, so
-        its length divides L. A key at distance <= window is visible.
+      windows: how far back each layer sees, None for all; tiled over the layers. A key
+        at distance <= window is visible.
+      positions: each layer's encoding of positions, None for none (NoPE); tiled over
+        the layers. None: all layers have the attention's.
+      norms: where a branch is normalised: "before" it; "after" it, before the sum
+        (OLMo-2); "both" (Gemma 2).
       parallel_residual: x + attention(norm x) + mlp(norm' x), as in GPT-NeoX; otherwise
         the MLP reads what the attention wrote.
       residual_scale: multiplies what both branches write: "one", or
         "inverse_sqrt_depth", 1/sqrt(L).
       remat: what the backward pass computes again: "nothing"; "dots", all but the
         outputs of matrix products with weights; "block", everything inside a block.
-      unroll: repeats of the window pattern in one turn of the scan over layers. More
-        compile for longer; whether a training step gains has to be measured. Decoding
-        takes no notice on a CPU, where the host runs the layers, nor on a GPU.
+      unroll: repeats of the pattern in one turn of the scan over layers. More compile
+        for longer; whether a training step gains has to be measured. Decoding takes no
+        notice on a CPU, where the host runs the layers, nor on a GPU.
     """
 
     layers: PositiveInt
@@ -40,6 +69,8 @@ class TransformerConfig(StackFacts):
     norm: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
     windows: tuple[NonNegativeInt | None, ...] = (None,)
+    positions: tuple[Rope | Alibi | None, ...] | None = None
+    norms: Literal["before", "after", "both"] = "before"
     parallel_residual: bool = False
     residual_scale: Literal["one", "inverse_sqrt_depth"] = "one"
     remat: Remat = "nothing"
@@ -47,12 +78,56 @@ class TransformerConfig(StackFacts):
 
     def __post_init__(self):
         check_ranges(self)
-        # Layers of one place in the pattern are stacked, so all places need as many.
-        if not self.windows or self.layers % len(self.windows):
-            raise ValueError(
-                f"TransformerConfig: the length of windows must divide layers="
-                f"{self.layers}, got {self.windows}"
+        for name in ("windows", "positions"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= len(value) <= self.layers:
+                raise ValueError(
+                    f"TransformerConfig: {name} must have 1 to layers={self.layers} "
+                    f"entries, got {value}"
+                )
+        if self.positions is not None:
+            if isinstance(self.attention.position, LearnedPositions):
+                raise ValueError(
+                    "TransformerConfig: positions are for each layer's rotations or "
+                    "biases, attention.position is learned: use one of the two"
+                )
+            for position in self.positions:
+                # The attention's own checks, of every layer.
+                replace(self.attention, position=position)
+
+    @property
+    def pattern(self) -> tuple[LayerKind, ...]:
+        """What differs by layer, P entries that are tiled over the layers."""
+        positions = self.positions or (self.attention.position,)
+        length = min(math.lcm(len(self.windows), len(positions)), self.layers)
+        return tuple(
+            LayerKind(
+                self.windows[place % len(self.windows)],
+                positions[place % len(positions)],
             )
+            for place in range(length)
+        )
+
+    @property
+    def stacked(self) -> list[range]:
+        """The layers that each module of the stack's `blocks` holds."""
+        return stacked_layers(self.layers, len(self.pattern))
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Returns the module of the stack's `blocks` and the entry that a layer is."""
+        return next(
+            (block, numbers.index(layer))
+            for block, numbers in enumerate(self.stacked)
+            if layer in numbers
+        )
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Returns what a layer has of its own."""
+        return self.pattern[layer % len(self.pattern)]
+
+    def attention_of(self, kind: LayerKind) -> AttentionConfig:
+        """Returns the attention of a layer of this kind."""
+        return replace(self.attention, position=kind.position)
 
     @property
     def max_length(self) -> int | None:
@@ -70,11 +145,8 @@ class TransformerConfig(StackFacts):
         # Query and output projections have H heads, keys and values K.
         projections = D * a.head_width * (2 * a.heads + 2 * a.key_heads)
         mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
-        # Each window of the pattern comes `repeats` times.
         # A window of w sees w tokens back and itself.
-        repeats = self.layers // len(self.windows)
-        seen = repeats * sum(
-            length if w is None else min(w + 1, length) for w in self.windows
-        )
+        windows = (self.kind_of(layer).window for layer in range(self.layers))
+        seen = sum(length if w is None else min(w + 1, length) for w in windows)
         matrices = 6.0 * self.layers * (projections + mlp)
         return matrices + 12.0 * a.heads * a.head_width * seen

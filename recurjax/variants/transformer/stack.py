@@ -1,12 +1,12 @@
-"""The Transformer stack: a scan over repeats of the window pattern."""
+"""The Transformer stack: a scan over repeats of the pattern of layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.attention import empty_key_value_cache, slots_for
+from recurjax.layers.attention import empty_key_value_cache
 from recurjax.layers.mesh import UncutStack
 from recurjax.layers.position import (
     check_cache_length,
@@ -26,18 +26,18 @@ from recurjax.variants.transformer.config import TransformerConfig
 
 
 class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
-    """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
+    """L blocks; each of `blocks` stacks the layers that the config's `stacked` says."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
 
         def block(place: int, layer: Array, rngs: nnx.Rngs) -> TransformerBlock:
-            window = config.windows[place]
-            return TransformerBlock(config, window=window, layer=layer, rngs=rngs)
+            kind = config.pattern[place]
+            return TransformerBlock(config, kind=kind, layer=layer, rngs=rngs)
 
         self.blocks = nnx.List(
             make_blocks(
-                block, layers=config.layers, pattern=len(config.windows), rngs=rngs
+                block, layers=config.layers, pattern=len(config.pattern), rngs=rngs
             )
         )
         self.position = learned_positions(
@@ -54,9 +54,9 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
         Raises:
           ValueError: learned positions end before `length`.
         """
-        # Layers of one place in the window pattern share an array, one entry a repeat.
-        repeats = self.config.layers // len(self.config.windows)
-        return empty_cache(self.config, repeats, batch, length, dtype)
+        # Layers of one module share an array, one entry each.
+        entries = [len(numbers) for numbers in self.config.stacked]
+        return empty_cache(self.config, entries, batch, length, dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens
@@ -85,24 +85,24 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
 
 
 def empty_cache(
-    config: TransformerConfig, repeats: int, batch: int, length: int, dtype
+    config: TransformerConfig, entries: Sequence[int], batch: int, length: int, dtype
 ) -> PatternCache:
-    """Makes a cache with `repeats` entries for each place in the window pattern.
+    """Makes a cache with so many entries for each of a stack's modules.
 
     Raises:
       ValueError: learned positions end before `length`.
     """
     check_cache_length("TransformerStack", length, config.max_length)
-    a = config.attention
+    a, pattern = config.attention, config.pattern
     groups = tuple(
         empty_key_value_cache(
-            repeats,
+            layers,
             batch,
-            slots_for(length, window),
+            pattern[block % len(pattern)].slots(length),
             a.key_heads,
             a.head_width,
             dtype,
         )
-        for window in config.windows
+        for block, layers in enumerate(entries)
     )
     return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)

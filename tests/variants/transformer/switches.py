@@ -8,7 +8,13 @@ from flax import nnx
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import Alibi, LearnedPositions, Rope
+from recurjax.layers.position import (
+    Alibi,
+    LearnedPositions,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+)
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.variants.transformer import TransformerConfig
@@ -101,6 +107,35 @@ SWITCHES = {
             "position": None,
             "qk_norm": NormConfig(scale=False),
             "soft_cap": 3.0,
+        },
+    ),
+    # As Gemma 3 with layers that are left over behind the pattern, and SmolLM3.
+    "norms_both_positions_by_layer": small(
+        key_heads=2,
+        mlp=MlpConfig(kind="geglu_tanh", width=12),
+        layers=5,
+        norm=NormConfig(one_plus=True),
+        norms="both",
+        windows=(3, 3, None),
+        positions=(
+            Rope(base=100.0),
+            Rope(scaling=Llama3Scaling(factor=8.0, low=1.0, high=4.0, length=8)),
+            None,
+        ),
+    ),
+    # As OLMo-2 and Phi-3: a rope that asks for the length keeps no ring.
+    "norms_after_long_rope": small(
+        mlp=MlpConfig(kind="swiglu", width=12),
+        norms="after",
+        windows=(5,),
+        attention={
+            "position": Rope(
+                scaling=LongScaling(
+                    short=(1.0, 1.5), long=(2.0, 4.0), length=4, amplitude=1.2
+                )
+            ),
+            "qk_norm": NormConfig(),
+            "qk_norm_over": "full",
         },
     ),
 }

@@ -11,7 +11,7 @@ from flax import nnx
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.position import LearnedPositions
+from recurjax.layers.position import LearnedPositions, Rope
 from recurjax.parameters import to_nested_dict
 from recurjax.plan.flops import count_flops
 from recurjax.types import Tokens
@@ -23,10 +23,10 @@ from tests.variants.transformer.switches import SWITCHES, build, small
 IDS = np.random.default_rng(1).integers(17, size=(2, 7), dtype=np.int32)
 
 
-@pytest.mark.parametrize("unroll", [1, 2])
-def test_layers_run_in_order_with_their_own_windows(unroll):
+@pytest.mark.parametrize(("layers", "unroll"), [(4, 1), (4, 2), (5, 1)])
+def test_layers_run_in_order_with_their_own_windows(layers, unroll):
     """blocks[p] holds layers p, p + P, ...: the scan equals blocks one by one."""
-    model = small(layers=4, windows=(2, None), unroll=unroll)
+    model = small(layers=layers, windows=(2, None), unroll=unroll)
     config, stack = model.stack, build(model).stack
     x = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
     tokens = Tokens(IDS)
@@ -35,9 +35,9 @@ def test_layers_run_in_order_with_their_own_windows(unroll):
     def one_by_one(blocks, x):
         cache = stack.init_cache(2, 0, x.dtype)
         for layer in range(config.layers):
-            place = layer % 2
-            block = jax.tree.map(lambda leaf, i=layer // 2: leaf[i], blocks[place])
-            assert block.attention.window == config.windows[place]
+            place, entry = config.place_of(layer)
+            block = jax.tree.map(lambda leaf, i=entry: leaf[i], blocks[place])
+            assert block.attention.window == config.windows[layer % 2]
             x, _ = block(x, cache.groups[place], tokens)
         return x
 
@@ -176,8 +176,10 @@ def test_segments_are_for_training_only():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"windows": (1, 2, 3)}, "the length of windows must divide layers=4"),
-        ({"windows": ()}, "the length of windows must divide"),
+        ({"windows": (1,) * 5}, "windows must have 1 to layers=4 entries"),
+        ({"windows": ()}, "windows must have 1 to layers=4 entries"),
+        ({"positions": (None,) * 5}, "positions must have 1 to layers=4 entries"),
+        ({"positions": (Rope(fraction=0.8),)}, "even number of dimensions"),
         ({"windows": (-1,)}, r"TransformerConfig\.windows: must be >= 0, got \(-1,\)"),
         ({"layers": 0}, r"TransformerConfig\.layers: must be >= 1, got 0"),
     ],

@@ -118,20 +118,63 @@ Rotation = tuple[Tensor, Tensor, Tensor]
 def rotation(positions: Tensor, rope: Config, width: int) -> Rotation:
     """Returns how positions [B, T] rotate pairs (x[i], x[i + r/2]) of E = `width`."""
     r = int(width * rope["fraction"])
-    # Frequencies in float64, as the JAX side makes them; dimensions beyond r stay.
-    theta = [rope["base"] ** (-i / r) for i in range(0, r, 2)]
+    theta, amplitude = frequencies(rope, r)
+    # Dimensions beyond r stay.
     rest = [0.0] * (width - r)
     half, device = r // 2, positions.device
-    frequencies = torch.tensor(theta + theta + rest, dtype=torch.float32, device=device)
-    signs = [-1.0] * half + [1.0] * (width - half)
+    table = torch.tensor(theta + theta + rest, dtype=torch.float32, device=device)
+    signs = [-amplitude] * half + [amplitude] * (width - half)
     # The half-split form: dimension i turns with i + r/2.
     partner = [*range(half, r), *range(half), *range(r, width)]
-    angles = (positions[..., None] * frequencies)[:, :, None]
+    angles = (positions[..., None] * table)[:, :, None]
+    cos = angles.cos()
+    if amplitude != 1.0:
+        gains = [amplitude] * r + [1.0] * (width - r)
+        cos = cos * torch.tensor(gains, dtype=torch.float32, device=device)
     return (
-        angles.cos(),
+        cos,
         angles.sin() * torch.tensor(signs, dtype=torch.float32, device=device),
         torch.tensor(partner, device=device),
     )
+
+
+def frequencies(rope: Config, r: int) -> tuple[list[float], float]:
+    """Returns theta of the r / 2 pairs, and what multiplies cosine and sine."""
+    # In float64, as the JAX side makes them.
+    theta = [rope["base"] ** (-i / r) for i in range(0, r, 2)]
+    scaling = rope.get("scaling")
+    if scaling is None:
+        return theta, 1.0
+    kind, amplitude = scaling["type"], scaling.get("amplitude", 1.0)
+    if kind == "LongScaling":
+        # The same for short and long sequences: others are not exported.
+        pairs = zip(theta, scaling["short"], strict=True)
+        return [angle / factor for angle, factor in pairs], amplitude
+    factor = scaling["factor"]
+    if kind == "LinearScaling":
+        return [angle / factor for angle in theta], amplitude
+    if kind == "Llama3Scaling":
+        # Slow dimensions are divided by the factor, fast ones stay.
+        low, high = scaling["low"], scaling["high"]
+        turns = [scaling["length"] * angle / (2 * math.pi) for angle in theta]
+        stay = [(turn - low) / (high - low) for turn in turns]
+    else:
+        assert kind == "YarnScaling", kind
+
+        def pair_of(turns: float) -> float:
+            wavelength = scaling["length"] / (turns * 2 * math.pi)
+            return r * math.log(wavelength) / (2 * math.log(rope["base"]))
+
+        low, high = pair_of(scaling["fast"]), pair_of(scaling["slow"])
+        if scaling["truncate"]:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, r - 1)
+        high = high + 0.001 if low == high else high
+        stay = [1 - (number - low) / (high - low) for number in range(r // 2)]
+    shares = [min(max(share, 0.0), 1.0) for share in stay]
+    pairs = zip(theta, shares, strict=True)
+    scaled = [angle * (share + (1 - share) / factor) for angle, share in pairs]
+    return scaled, amplitude
 
 
 def rotate(x: Tensor, turn: Rotation) -> Tensor:
@@ -350,6 +393,54 @@ class Mlp(nn.Module):
         if self.gate is None:
             return self.down(activation(self.kind, self.up(x)))
         return self.down(activation(self.kind, self.gate(x)) * self.up(x))
+
+
+def kind_of(base: Config, layer: int) -> tuple[Config, int | None]:
+    """Returns the attention of a Transformer's layer, and how far it sees."""
+    windows, positions = base["windows"], base["positions"]
+    attention = base["attention"]
+    # Windows and positions repeat over the layers as a pattern does.
+    if positions is not None:
+        position = positions[layer % len(positions)]
+        attention = attention | {"position": position}
+    return attention, windows[layer % len(windows)]
+
+
+class Norms(nn.Module):
+    """The norms of a Transformer's layer: before its branches, after them, or both."""
+
+    def __init__(self, base: Config, *, there: bool = True):
+        super().__init__()
+
+        def norm(side: str) -> Norm | None:
+            is_there = there and base["norms"] in (side, "both")
+            return Norm(base["norm"], base["width"]) if is_there else None
+
+        self.attention_norm, self.mlp_norm = norm("before"), norm("before")
+        self.attention_post_norm, self.mlp_post_norm = norm("after"), norm("after")
+
+
+class ResidualBlock(Norms):
+    """y = x + s attention(norm(x)), z = y + s mlp(norm'(y)), or both from x."""
+
+    attention: nn.Module
+
+    def __init__(self, base: Config):
+        super().__init__(base)
+        self.parallel = base["parallel_residual"]
+        unscaled = base["residual_scale"] == "one"
+        # Both branches are scaled down by the root of the depth.
+        self.scale = 1.0 if unscaled else base["layers"] ** -0.5
+        self.mlp = Mlp(base["mlp"], base["width"])
+
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        """Runs the tokens; `state` gets what the attention keeps."""
+        mixed = self.attention(normed(self.attention_norm, x), tokens, state)
+        y = x + self.scale * normed(self.attention_post_norm, mixed)
+        # Both branches read x where the residual is parallel; else the MLP reads y.
+        source = x if self.parallel else y
+        fed = self.mlp(normed(self.mlp_norm, source))
+        return y + self.scale * normed(self.mlp_post_norm, fed)
 
 
 class Layers(nn.ModuleList):

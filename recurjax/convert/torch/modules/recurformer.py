@@ -9,12 +9,12 @@ from layers import (
     Attention,
     Config,
     Layers,
-    Mlp,
-    Norm,
+    ResidualBlock,
     State,
     Tokens,
     attend,
     is_kind,
+    kind_of,
     norm_or_none,
     normed,
     recalled,
@@ -157,34 +157,20 @@ class PartialAttention(nn.Module):
         )
 
 
-class RecurFormerBlock(nn.Module):
-    """y = x + s attention(norm(x)), z = y + s mlp(norm'(y)), or both from x."""
+class RecurFormerBlock(ResidualBlock):
+    """A layer of the residual stream, whose attention may have given up heads."""
 
     def __init__(self, stack: Config, layer: int):
-        super().__init__()
         base, replaced = stack["transformer"], stack["replaced"][layer]
-        width, windows = base["width"], base["windows"]
-        self.parallel = base["parallel_residual"]
-        unscaled = base["residual_scale"] == "one"
-        # Both branches are scaled down by the root of the depth.
-        self.scale = 1.0 if unscaled else base["layers"] ** -0.5
-        self.attention_norm = Norm(base["norm"], width)
+        super().__init__(base)
+        attention, window = kind_of(base, layer)
+        width = base["width"]
         if replaced:
             self.attention = PartialAttention(
-                base["attention"], stack["mamba"], replaced, width
+                attention, stack["mamba"], replaced, width
             )
         else:
-            window = windows[layer % len(windows)]
-            self.attention = Attention(base["attention"], width, window)
-        self.mlp_norm = Norm(base["norm"], width)
-        self.mlp = Mlp(base["mlp"], width)
-
-    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), tokens, state)
-        y = x + self.scale * mixed
-        # Both branches read x where the residual is parallel; else the MLP reads y.
-        source = x if self.parallel else y
-        return y + self.scale * self.mlp(self.mlp_norm(source))
+            self.attention = Attention(attention, width, window)
 
 
 def build_layers(stack: Config) -> Layers:

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from layers import (
     Config,
     Norm,
+    Norms,
     State,
     Tokens,
     activation,
     alibi_bias,
     attend,
     is_kind,
+    kind_of,
     normed,
     recalled,
     rotate,
@@ -67,11 +69,11 @@ def linear_maps(base: Config) -> dict[str, tuple[int, int]]:
     return maps | {"gate": (D, mlp["width"])} if gated else maps
 
 
-class Part(nn.Module):
+class Part(Norms):
     """Of a layer its matrices, its norms and biases, or both."""
 
     def __init__(self, base: Config, *, matrices: bool, vectors: bool):
-        super().__init__()
+        super().__init__(base, there=vectors)
         a, sizes = base["attention"], linear_maps(base)
 
         def maps(names: tuple[str, ...], biased: Any) -> nn.ModuleDict:
@@ -87,8 +89,6 @@ class Part(nn.Module):
 
         self.attention = maps(("q", "k", "v", "out"), attention_bias)
         self.mlp = maps(("up", "gate", "down"), lambda name: base["mlp"]["bias"])
-        self.attention_norm = Norm(base["norm"], base["width"]) if vectors else None
-        self.mlp_norm = Norm(base["norm"], base["width"]) if vectors else None
         if vectors and a["qk_norm"] is not None:
             for name, heads in (("q_norm", a["heads"]), ("k_norm", a["key_heads"])):
                 full = a["qk_norm_over"] == "full"
@@ -223,10 +223,10 @@ class LoopedLayers(nn.Module):
         else:
             keys = self.keys(y, b, layer, tokens, states)
         mixed = self.attention(y, b, layer, tokens, keys)
-        y = x + self.scale * mixed
+        y = x + self.scale * normed(part.attention_post_norm, mixed)
         source = x if self.base["parallel_residual"] else y
-        z = y + self.scale * self.mlp(normed(part.mlp_norm, source), b, layer)
-        return z, keys
+        fed = self.mlp(normed(part.mlp_norm, source), b, layer)
+        return y + self.scale * normed(part.mlp_post_norm, fed), keys
 
     def part_of(self, b: int, layer: int) -> Part:
         """Returns what has the norms and biases of a run."""
@@ -246,7 +246,7 @@ class LoopedLayers(nn.Module):
         self, x: Tensor, name: str, b: int, layer: int, positions: Tensor
     ) -> Tensor:
         """Returns queries, keys or values [B, T, H, E], normed and rotated."""
-        a, of_use = self.base["attention"], self.part_of(b, layer).attention
+        a, of_use = kind_of(self.base, layer)[0], self.part_of(b, layer).attention
         y = self.product(x, "attention", name, b, layer)
         shape = (*y.shape[:2], -1, a["head_width"])
         norm = f"{name}_norm"
@@ -276,19 +276,15 @@ class LoopedLayers(nn.Module):
         # By loop first, then by layer; one a layer where deeper loops read loop 1's.
         number = layer if self.first else b * self.count + layer
         state = None if states is None else states[number]
-        return recalled(k, v, tokens, state, self.window(layer))
-
-    def window(self, layer: int) -> int | None:
-        """Returns how far a layer sees."""
-        windows = self.base["windows"]
-        # The pattern divides the block, so that each loop meets the same windows.
-        return windows[layer % len(windows)]
+        return recalled(k, v, tokens, state, kind_of(self.base, layer)[1])
 
     def attention(
         self, x: Tensor, b: int, layer: int, tokens: Tokens, keys: Keys
     ) -> Tensor:
         """Attends from x to keys at given positions."""
-        a, positions, bias = self.base["attention"], tokens.positions, None
+        # The pattern divides the block, so that each loop meets the same kinds.
+        a, window = kind_of(self.base, layer)
+        positions, bias = tokens.positions, None
         k, v, at = keys
         q = self.heads(x, "q", b, layer, positions)
         if is_kind(a["position"], "Alibi"):
@@ -298,7 +294,7 @@ class LoopedLayers(nn.Module):
             q,
             k,
             v,
-            visible=visible_keys(positions, at, self.window(layer)),
+            visible=visible_keys(positions, at, window),
             bias=bias,
             scale=1 / math.sqrt(a["head_width"]) if scale is None else scale,
             soft_cap=a["soft_cap"],

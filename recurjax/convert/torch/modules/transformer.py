@@ -1,31 +1,15 @@
-"""The Transformer: pre-norm attention and MLP around a residual stream."""
+"""The Transformer: attention and MLP around a residual stream."""
 
-from layers import Attention, Config, Layers, Mlp, Norm, State, Tokens
-from torch import Tensor, nn
+from layers import Attention, Config, Layers, ResidualBlock, kind_of
 
 
-class TransformerBlock(nn.Module):
-    """y = x + s attention(norm(x)), z = y + s mlp(norm'(y)), or both from x."""
+class TransformerBlock(ResidualBlock):
+    """A layer of the residual stream."""
 
     def __init__(self, stack: Config, layer: int):
-        super().__init__()
-        width, windows = stack["width"], stack["windows"]
-        self.parallel = stack["parallel_residual"]
-        unscaled = stack["residual_scale"] == "one"
-        self.scale = 1.0 if unscaled else stack["layers"] ** -0.5
-        self.attention_norm = Norm(stack["norm"], width)
-        # Windows repeat over the layers as a pattern does.
-        window = windows[layer % len(windows)]
-        self.attention = Attention(stack["attention"], width, window)
-        self.mlp_norm = Norm(stack["norm"], width)
-        self.mlp = Mlp(stack["mlp"], width)
-
-    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), tokens, state)
-        y = x + self.scale * mixed
-        # Both branches read x where the residual is parallel; else the MLP reads y.
-        source = x if self.parallel else y
-        return y + self.scale * self.mlp(self.mlp_norm(source))
+        super().__init__(stack)
+        attention, window = kind_of(stack, layer)
+        self.attention = Attention(attention, stack["width"], window)
 
 
 def build_layers(stack: Config) -> Layers:
