@@ -140,6 +140,7 @@ def model_differences(before: ModelConfig, other: ModelConfig) -> list[str]:
 _NOT_THE_FUNCTION = {
     *("init", "dtype", "remat", "unroll", "implementation", "schedule", "tile"),
     "gate_horizon",  # of RAT's gates: how their biases start
+    *("hf_family", "weight_dtype"),  # where it comes from, how it is stored
 }
 """Fields of a model's configs, by name, that its function does not depend on."""
 

@@ -1,6 +1,7 @@
 """The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -246,7 +247,12 @@ class ModelConfig:
       logit_soft_cap: c in c tanh(logit / c), or None.
       row_decoder: whether there are parameters that tell a whole row from its last
         state, which the objective `Compress` trains and nothing else uses.
-      dtype: of activations and matrix products; parameters stay float32.
+      dtype: of activations and matrix products.
+      weight_dtype: of matrices and tables as they are stored: a model in bfloat16 takes
+        half the memory, and is for reading and converting. Training wants float32;
+        norms, biases and other vectors have it always.
+      hf_family: the `model_type` of the Hugging Face checkpoint that it was read from:
+        as such it is written back. None: from none, any that fits.
     """
 
     vocabulary: PositiveInt
@@ -258,6 +264,8 @@ class ModelConfig:
     logit_soft_cap: PositiveFloat | None = None
     row_decoder: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    hf_family: str | None = None
 
     def __post_init__(self):
         check_ranges(self)
@@ -347,6 +355,8 @@ class Decoder(nnx.Module):
             if config.row_decoder
             else None
         )
+        if config.weight_dtype != "float32":
+            nnx.update(self, _with_weights_in(config.weight_dtype, nnx.state(self)))
 
     def init_cache(
         self, batch: int, length: int, dtype: DTypeLike | None = None
@@ -432,6 +442,25 @@ class Decoder(nnx.Module):
         """Applies the soft cap, if the config has one."""
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def in_weight_dtype(model: Decoder, dtype: Literal["float32", "bfloat16"]) -> Decoder:
+    """Returns the model with its matrices and tables stored in a dtype."""
+    if model.config.weight_dtype == dtype:
+        return model
+    config = replace(model.config, weight_dtype=dtype)
+    like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    cast = jax.tree.leaves(_with_weights_in(dtype, model))
+    return jax.tree.unflatten(jax.tree.structure(like), cast)
+
+
+def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
+    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+        # Matrices and tables are named w_..., vectors are not.
+        is_weight = re.search(r"\bw_", jax.tree_util.keystr(path)) is not None
+        return leaf.astype(dtype) if is_weight else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, tree)
 
 
 class ParameterCount(NamedTuple):

@@ -6,14 +6,14 @@ wrappers put into it, then looked up in a table.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
 
 from recurjax.convert.formats.safetensors_files import SafetensorsFiles, open_directory
-from recurjax.convert.formats.tensors import TensorInfo, TensorSource
+from recurjax.convert.formats.tensors import RenamedTensors, TensorSource
 from recurjax.convert.formats.torch_file import open_torch_file
 from recurjax.convert.loading import load_model
 from recurjax.convert.pieces import PieceTable
@@ -71,7 +71,7 @@ def from_authors(
             "the authors' checkpoints have no tensors for some parameters of this "
             f"config: {', '.join(unnamed)}"
         )
-    source = Renamed(_open(path), rename)
+    source = renamed(_open(path), rename)
     return load_model(config, table.finished(), source, mesh=mesh, report=report)
 
 
@@ -89,36 +89,23 @@ def as_trained(tokenizer: Tokenizer, config: ModelConfig) -> Tokenizer:
 _KNOWN = (RecurrentTransformerConfig, RatConfig, LatentRecurrentTransformerConfig)
 
 
-class Renamed:
-    """A checkpoint under other names; see `TensorSource`.
+def renamed(source: TensorSource, rename: Callable[[str], str]) -> RenamedTensors:
+    """Returns a checkpoint under other names.
 
     Modules that share a parameter write it several times: such copies must be equal.
+
+    Raises:
+      UserError: two tensors get one name and differ.
     """
-
-    def __init__(self, source: TensorSource, rename: Callable[[str], str]):
-        """Renames every tensor.
-
-        Raises:
-          UserError: two tensors get one name and differ.
-        """
-        self.where = source.where
-        self._source = source
-        self._old: dict[str, str] = {}
-        for name in source.tensors:
-            new = rename(name)
-            first = self._old.setdefault(new, name)
-            # Modules that share a parameter write it twice; either copy would do, if
-            # equal.
-            if first != name and not _equal(source, first, name):
-                raise UserError(
-                    f"{self.where}: {first} and {name} are one parameter and differ"
-                )
-        self.tensors: Mapping[str, TensorInfo] = {
-            new: source.tensors[old] for new, old in self._old.items()
-        }
-
-    def read(self, name: str) -> np.ndarray:
-        return self._source.read(self._old[name])
+    names: dict[str, str] = {}
+    for name in source.tensors:
+        first = names.setdefault(rename(name), name)
+        # Either copy would do, if equal.
+        if first != name and not _equal(source, first, name):
+            raise UserError(
+                f"{source.where}: {first} and {name} are one parameter and differ"
+            )
+    return RenamedTensors(source, names)
 
 
 def _equal(source: TensorSource, name: str, other: str) -> bool:

@@ -72,40 +72,41 @@ def load_model(
     filled = []
     with progress_bar("tensors read", len(pieces)) as advance:
 
-        def read(piece: Piece) -> np.ndarray:
+        def read(piece: Piece, dtype: np.dtype) -> np.ndarray:
             advance(1)
-            return _read(piece, source, bad)
+            return _read(piece, source, dtype, bad)
 
         for (path, leaf), sharding in zip(paths, places, strict=True):
             pieces_of_leaf = of_parameter[parameter_name(path)]
-            filled.append(_fill(pieces_of_leaf, leaf.shape, sharding, read))
+            filled.append(_fill(pieces_of_leaf, leaf, sharding, read))
     _warn(bad, source, report)
     return jax.tree_util.tree_unflatten(structure, filled)
 
 
 def _fill(
     pieces: list[Piece],
-    shape: tuple[int, ...],
+    leaf: jax.ShapeDtypeStruct,
     sharding: NamedSharding,
-    read: Callable[[Piece], np.ndarray],
+    read: Callable[[Piece, np.dtype], np.ndarray],
 ) -> jax.Array:
     # A parameter that is not stacked is one tensor.
     if pieces[0].layer is None:
         [piece] = pieces
-        return _place(read(piece), sharding)
-    if 4 * math.prod(shape) <= _ON_HOST:
-        layers = empty_for_jax(shape)
+        return _place(read(piece, leaf.dtype), sharding)
+    shape, dtype = leaf.shape, leaf.dtype
+    if dtype.itemsize * math.prod(shape) <= _ON_HOST:
+        layers = empty_for_jax(shape, dtype)
         for piece in pieces:
-            layers[piece.layer] = read(piece)
+            layers[piece.layer] = read(piece, dtype)
         return _place(layers, sharding)
     # A large stack is made on its devices and written layer by layer: the host holds
     # one layer at a time.
     leading = len(indices(pieces[0].layer))
     layer_sharding = NamedSharding(sharding.mesh, P(*sharding.spec[leading:]))
-    stacked = jax.jit(partial(jnp.zeros, shape), out_shardings=sharding)()
+    stacked = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     put = _writer(sharding)
     for piece in pieces:
-        layer = _place(read(piece), layer_sharding)
+        layer = _place(read(piece, dtype), layer_sharding)
         stacked = put(stacked, layer, np.asarray(indices(piece.layer), np.int32))
     return stacked
 
@@ -122,15 +123,17 @@ def _writer(sharding: NamedSharding) -> Callable[..., jax.Array]:
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
-def _read(piece: Piece, source: TensorSource, bad: dict[str, int]) -> np.ndarray:
-    disk = source.read(piece.tensor)
+def _read(
+    piece: Piece, source: TensorSource, dtype: np.dtype, bad: dict[str, int]
+) -> np.ndarray:
+    disk = source.read(piece.tensor, dtype)
     # Told at the end, and not refused: a diverged checkpoint may be what is looked at.
     if count := count_not_finite(disk):
         bad[piece.tensor] = count
     ours = piece.take(disk)
     # jax may keep a CPU array's memory: what is a part of the tensor gets its own.
     whole = ours.size == disk.size and ours.flags.c_contiguous
-    return ours if whole else np.array(ours, np.float32, order="C")
+    return ours if whole else np.array(ours, order="C")
 
 
 def _place(array: np.ndarray, sharding: Any) -> jax.Array:

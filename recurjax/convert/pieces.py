@@ -57,7 +57,8 @@ class Piece:
         # `take` turned round: undo the reshape, then the transpose.
         target = disk.reshape(self.view)[self.part]
         turned = [target.shape[axis] for axis in self.axes]
-        np.copyto(target, ours.reshape(turned).transpose(np.argsort(self.axes)))
+        ours = ours.reshape(turned).transpose(np.argsort(self.axes))
+        np.copyto(target, ours, casting="unsafe")
 
 
 class PieceTable:
@@ -125,8 +126,19 @@ class PieceTable:
             )
         )
 
-    def rows(self, tensor: str, parameters: Iterable[str], layer: Layer = None) -> None:
-        """Adds matrices or biases that lie one after another in a tensor's rows."""
+    def rows(
+        self,
+        tensor: str,
+        parameters: Iterable[str],
+        layer: Layer = None,
+        *,
+        inputs_first: bool = False,
+    ) -> None:
+        """Adds matrices or biases that lie one after another in a tensor's rows.
+
+        Args:
+          inputs_first: matrices lie [in, out], one after another in its columns.
+        """
         names = [name for name in parameters if self.has(name)]
         if not names:
             return
@@ -138,9 +150,13 @@ class PieceTable:
         shape = (sum(size[0] for size in sizes), *sizes[0][1:])
         # A matrix is turned from [out, in] to ours, [in, out]; a bias has one axis.
         axes = (1, 0) if len(shape) == 2 else (0,)
+        columns = inputs_first and len(shape) == 2
+        if columns:
+            shape, axes = shape[::-1], (0, 1)
         start = 0
         for name, size in zip(names, sizes, strict=True):
             part = (slice(start, start + size[0]),)
+            part = (slice(None), *part) if columns else part
             self.part(tensor, name, layer, shape=shape, part=part, axes=axes)
             start += size[0]
 

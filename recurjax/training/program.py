@@ -150,6 +150,11 @@ def build_step(
     refused = state.model.stack.refuses(mesh, training.length)
     if refused is not None:
         raise UserError(refused)
+    if experiment.model.weight_dtype != "float32":
+        raise UserError(
+            f"model.weight_dtype {experiment.model.weight_dtype} cannot be trained: "
+            "updates are too small for it; set float32 (start_from reads any run)"
+        )
     check_trained_part(state.model, training.train_only)
     part = "training.batch / training.accumulation"
     check_batch(training.batch // training.accumulation, mesh, name=part)

@@ -12,9 +12,12 @@ from recurjax.convert.formats import gguf_file
 from recurjax.convert.formats.gguf_file import _hf_name, unpermute
 from recurjax.convert.formats.gguf_tokenizer import gguf_tokenizer
 from recurjax.convert.hugging_face import from_hf
+from recurjax.convert.hugging_face.families import FAMILIES
 from recurjax.errors import UserError
+from recurjax.layers.position import LongScaling
 from recurjax.parameters import to_nested_dict
-from tests.convert.hf_directories import LLAMA
+from tests.convert.hf_directories import LLAMA, copy_of
+from tests.golden.cases import OWN
 
 KEYS = {
     "block_count": "num_hidden_layers",
@@ -39,7 +42,7 @@ def test_row_order_is_undone():
     np.testing.assert_array_equal(unpermute(permute(rows, 6), 6), rows)
 
 
-def write_gguf(file, **changes):
+def write_gguf(file, *, tensors=None, **changes):
     gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
     config = json.loads((LLAMA / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "llama")
@@ -48,12 +51,17 @@ def write_gguf(file, **changes):
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     for key, value in changes.items():
         writer.add_string(key, value)
-    tensors = load_file(LLAMA / "model.safetensors")
-    names = {_hf_name(name): name for name in gguf_names(config["num_hidden_layers"])}
-    for name, tensor in tensors.items():
+    weights = load_file(LLAMA / "model.safetensors")
+    names = {
+        _hf_name(name, FAMILIES["llama"]): name
+        for name in gguf_names(config["num_hidden_layers"])
+    }
+    for name, tensor in weights.items():
         for heads, part in ((6, ".q_proj."), (2, ".k_proj.")):
             tensor = permute(tensor, heads) if part in name else tensor
         writer.add_tensor(names[name], np.ascontiguousarray(tensor))
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,9 +100,9 @@ def tokenizer_json(folder, tokens):
 
 
 def test_damaged_and_unknown_files_are_refused(tmp_path):
-    write_gguf(tmp_path / "m.gguf", **{"llama.rope.scaling.type": "yarn"})
+    write_gguf(tmp_path / "m.gguf", **{"llama.expert.kind": "mixed"})
     tokenizer = tokenizer_json(tmp_path, 131)
-    with pytest.raises(UserError, match="llama.rope.scaling.type 'yarn' is not under"):
+    with pytest.raises(UserError, match="llama.expert.kind 'mixed' is not under"):
         from_hf(tmp_path / "m.gguf", tokenizer=tokenizer)
     with pytest.raises(UserError, match="has a tokenizer of kind None"):
         from_hf(tmp_path / "m.gguf")
@@ -156,6 +164,65 @@ def test_expanding_takes_little_more_memory_than_the_result(tmp_path):
     np.testing.assert_allclose(values, rows, rtol=1e-3)
     # Expanded at once it takes the result twice, and more.
     assert peak < 1.8 * rows.nbytes
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "phi3", "qwen3"])
+def test_other_architectures_hold_the_same_model(case, tmp_path):
+    """Names by the package's own table; Gemma's norms hold 1 + scale."""
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    file, source = tmp_path / "m.gguf", OWN / "hf" / case
+    config = json.loads((source / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"]
+    width = config.get("head_dim", width)
+    writer = gguf.GGUFWriter(file, case)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if window := config.get("sliding_window"):
+        writer.add_sliding_window(window)
+    if case == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    architecture = gguf.MODEL_ARCH[case.upper()]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if "gemma" in case and tensor.ndim == 1:
+            tensor = tensor + 1
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(theirs, np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    imported = from_hf(file, tokenizer=tokenizer_json(tmp_path, 131))
+    # llama.cpp's scale is that of the heads.
+    changes = {"query_pre_attn_scalar": width} if "gemma" in case else {}
+    want = from_hf(copy_of(source, tmp_path / "hf", **changes))
+    ours, theirs = (side.model.config.stack for side in (imported, want))
+    assert (ours.pattern, ours.norms) == (theirs.pattern, theirs.norms)
+    assert ours.attention.soft_cap == theirs.attention.soft_cap
+    assert ours.attention.scale is theirs.attention.scale is None
+    leaves = (jax.tree.leaves(side.model) for side in (imported, want))
+    for ours, theirs in zip(*leaves, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-7)
+
+
+def test_factors_of_a_rope_are_read_from_its_tensor(tmp_path):
+    """As llama.cpp has the rule of Llama 3."""
+    factors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
+    write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
+    made = from_hf(tmp_path / "m.gguf", tokenizer=tokenizer_json(tmp_path, 131))
+    scaling = made.model.config.stack.attention.position.scaling
+    assert scaling == LongScaling(
+        short=(1.0, 2.0, 4.0, 8.0), long=(1.0, 2.0, 4.0, 8.0), length=256
+    )
 
 
 def test_a_tokenizer_is_built_from_tokens_and_merges():

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
+from recurjax.convert.hugging_face.families import FAMILIES
 from recurjax.convert.hugging_face.read_config import model_from_keys
 from recurjax.convert.hugging_face.write_config import hf_keys
 from recurjax.errors import UserError
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import Rope
+from recurjax.layers.position import LinearScaling, Llama3Scaling, LongScaling, Rope
 from recurjax.model import count_parameters
 from tests.convert.hf_directories import CASES
 from tests.training.tiny_experiment import config as tiny
@@ -92,6 +94,156 @@ QWEN2 = {
 }
 
 
+LLAMA_32 = TINY_LLAMA | {
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "head_dim": 64,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+MISTRAL = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+}
+QWEN3 = {
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA2 = {
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA3 = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+PHI3 = {
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rope_scaling": {
+        "long_factor": [2.0] * 48,
+        "short_factor": [1.0] * 48,
+        "type": "su",
+    },
+    "sliding_window": 262144,
+    "vocab_size": 32064,
+}
+SMOLLM3 = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_window_layers": 28,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 2,
+    "rope_theta": 5000000.0,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+OLMO2 = {
+    "attention_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 500000,
+    "vocab_size": 100352,
+}
+GPT2 = {
+    "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "summary_type": "cls_index",
+    "task_specific_params": {"text-generation": {"do_sample": True}},
+    "vocab_size": 50257,
+}
+
+
 def read(keys, **changes):
     return model_from_keys(keys | changes, where="config.json").config
 
@@ -103,6 +255,15 @@ def read(keys, **changes):
         (PYTHIA, 1_011_781_632),
         (GEMMA, 2_506_172_416),
         (QWEN2, 494_032_768),
+        (LLAMA_32, 1_235_814_400),
+        (MISTRAL, 7_241_732_096),
+        (QWEN3, 596_049_920),
+        (GEMMA2, 2_614_341_888),
+        (GEMMA3, 999_885_952),
+        (PHI3, 3_821_079_552),
+        (SMOLLM3, 3_075_098_624),
+        (OLMO2, 1_484_916_736),
+        (GPT2, 124_439_808),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -189,6 +350,61 @@ def test_keys_of_trainers_and_neutral_values_are_read_over_and_named(keys):
     assert set(hf.read_over) == set(keys)
 
 
+def test_rules_of_ropes_are_read_from_old_and_new_keys():
+    scaling = LLAMA_32["rope_scaling"]
+    new = {k: v for k, v in LLAMA_32.items() if not k.startswith("rope")}
+    new |= {"rope_parameters": scaling | {"rope_theta": 500000.0}}
+    want = Llama3Scaling(factor=32.0, low=1.0, high=4.0, length=8192)
+    assert read(LLAMA_32) == read(new)
+    assert read(LLAMA_32).stack.attention.position.scaling == want
+    # LongRoPE's amplitude follows from both lengths; "su" is its older name.
+    position = read(PHI3).stack.attention.position
+    assert position.scaling == LongScaling(
+        short=(1.0,) * 48,
+        long=(2.0,) * 48,
+        length=4096,
+        amplitude=math.sqrt(1 + math.log(32) / math.log(4096)),
+    )
+    # Of both kinds of layers of Gemma 3 only those that see everything are scaled.
+    linear = {"rope_type": "linear", "factor": 8.0}
+    stack = read(GEMMA3, rope_scaling=linear).stack
+    wide = Rope(base=1e6, scaling=LinearScaling(factor=8.0))
+    assert stack.positions == (Rope(),) * 5 + (wide,)
+    assert stack.windows == (511,) * 5 + (None,)
+
+
+def test_keys_of_a_rope_that_its_rule_does_not_know_are_errors():
+    for wrong in ({"factor": 2.0}, {"rope_type": "ntk"}, {"rope_type": "linear"}):
+        with pytest.raises(UserError, match="factor|ntk"):
+            read(TINY_LLAMA, rope_parameters=wrong)
+    with pytest.raises(UserError, match="partial_rotary_factor 0.5 is not"):
+        read(TINY_LLAMA, partial_rotary_factor=0.5)
+    with pytest.raises(UserError, match="rope_scaling .* and rope_parameters"):
+        read(
+            TINY_LLAMA,
+            rope_scaling={"type": "linear", "factor": 2.0},
+            rope_parameters={"type": "linear", "factor": 4.0},
+        )
+
+
+def test_the_text_model_is_read_out_of_one_that_reads_images():
+    """As Gemma 3 4B: its text_config leaves out the sizes of the class."""
+    inner = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    keys = {"model_type": "gemma3", "text_config": inner, "vision_config": {"a": 1}}
+    hf = model_from_keys(keys, where="config.json")
+    assert (hf.architecture, hf.text_of) == ("gemma3_text", "gemma3")
+    assert count_parameters(hf.config).total == 3_880_263_168
+    with pytest.raises(UserError, match="needs an object text_config"):
+        model_from_keys({"model_type": "gemma3"}, where="config.json")
+
+
 def test_a_default_rope_rule_is_no_rule():
     for rule in ({"rope_type": "default"}, {"type": "default"}):
         assert read(TINY_LLAMA, rope_scaling=rule) == read(TINY_LLAMA)
@@ -213,6 +429,8 @@ SIZES = {
 }
 # What transformers' config classes take for keys that a file leaves out (5.23), for the
 # sizes above: `CLASS(**SIZES, ...).to_dict()`.
+FULL, SLIDING = "full_attention", "sliding_attention"
+GPT2_SIZES = {"n_embd": 256, "n_layer": 32, "n_head": 32, "vocab_size": 64}
 SHARED = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 DEFAULTS = {
@@ -252,13 +470,126 @@ DEFAULTS = {
         "rope_parameters": ROPE,
         "use_sliding_window": False,
         "max_window_layers": 28,
+        "layer_types": [FULL] * 32,
+    },
+    "mistral": SHARED
+    | {
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": ROPE,
+        "sliding_window": 4096,
+    },
+    "qwen3": SHARED
+    | {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_parameters": ROPE,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "layer_types": [FULL] * 32,
+    },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": ROPE,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": [SLIDING, FULL] * 16,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "use_bidirectional_attention": None,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            SLIDING: ROPE,
+            FULL: {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": ([SLIDING] * 5 + [FULL]) * 5 + [SLIDING] * 2,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+        "_sliding_window_pattern": 6,
+    },
+    "phi3": SHARED
+    | {
+        "num_key_value_heads": 32,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
+        "sliding_window": None,
+    },
+    "smollm3": SHARED
+    | {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_parameters": ROPE | {"rope_theta": 2000000.0},
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layers": [1, 1, 1, 0] * 8,
+        "no_rope_layer_interval": 4,
+        "layer_types": [FULL] * 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": SHARED
+    | {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rope_parameters": ROPE,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+    },
+    "gpt2": {
+        "n_positions": 1024,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "summary_activation": None,
+        "summary_proj_to_labels": True,
+        "summary_first_dropout": 0.1,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
     },
 }
 
 
+def test_every_family_has_its_defaults_here():
+    assert set(DEFAULTS) == set(FAMILIES)
+
+
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_a_missing_key_has_the_default_of_transformers_class(kind):
-    base = SIZES | {"model_type": kind}
+    base = (GPT2_SIZES if kind == "gpt2" else SIZES) | {"model_type": kind}
     without = model_from_keys(base, where="config.json")
     for key, value in DEFAULTS[kind].items():
         stated = model_from_keys(base | {key: value}, where="config.json")

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from recurjax.convert.hugging_face import from_hf
-from recurjax.convert.hugging_face.names import hf_pieces
+from recurjax.convert.hugging_face.families import FAMILIES
+from recurjax.convert.hugging_face.names import hf_pieces, tied_tensors
 from recurjax.convert.padding import from_left_padding, to_left_padding
 from recurjax.convert.parity import layer_states
 from recurjax.convert.torch.export import to_tensors
@@ -71,6 +72,8 @@ def test_left_padded_rows_are_those_of_transformers(case):
 def test_the_first_layers_cache_is_that_of_transformers(case):
     _, io, imported = case
     model, (B, T) = imported.model, io["input_ids"].shape
+    if "key_cache_l0" not in io:
+        pytest.skip("the case has windows, and no cache of all keys")
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def prefill(model, ids):
@@ -160,7 +163,7 @@ def untied(model):
 
 
 def head_of(architecture: str) -> str:
-    return "embed_out" if architecture == "gpt_neox" else "lm_head"
+    return tied_tensors(FAMILIES[architecture])[1].removesuffix(".weight")
 
 
 def ids_of(array: np.ndarray) -> jax.Array:

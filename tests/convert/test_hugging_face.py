@@ -1,23 +1,36 @@
 """Importing a directory: any layout on disk, any mesh, a run directory that works."""
 
+import dataclasses
 import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from recurjax.convert import loading
+from recurjax.convert.formats.safetensors_files import SafetensorsFiles, open_directory
 from recurjax.convert.formats.tensors import empty_for_jax
 from recurjax.convert.hugging_face import from_hf
-from recurjax.parameters import to_nested_dict
+from recurjax.convert.hugging_face.names import hf_pieces
+from recurjax.convert.hugging_face.read_config import model_from_keys
+from recurjax.convert.hugging_face.write_config import hf_keys
+from recurjax.convert.torch.export import write_tensors
+from recurjax.errors import UserError
+from recurjax.model import Decoder, in_weight_dtype
+from recurjax.parameters import parameter_name, rule_of, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.program import build_step
 from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import recurjax
 from tests.convert.hf_directories import LLAMA, copy_of, rewrite
+from tests.golden.cases import OWN
+from tests.training import tiny_experiment
 
 
 def parameters(directory, **options):
@@ -56,6 +69,93 @@ def test_half_precision_is_widened_exactly(dtype, plain, tmp_path):
     write_half(tensors, directory / "model.safetensors", dtype)
     want = jax.tree.map(lambda x: x.astype(dtype).astype(np.float32), plain)
     assert_same(parameters(directory), want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "keep", "float32"])
+def test_bfloat16_weights_can_stay_what_they_are(dtype, plain, tmp_path):
+    """Half of the memory, the same logits, and back to the same file."""
+    directory = copy_of(LLAMA, tmp_path / "half")
+    tensors = load_file(directory / "model.safetensors")
+    write_half(tensors, directory / "model.safetensors", ml_dtypes.bfloat16)
+    imported = from_hf(directory, dtype=dtype)
+    model = imported.model
+    narrow = dtype != "float32"
+    assert (
+        model.config.dtype
+        == model.config.weight_dtype
+        == ("bfloat16" if narrow else "float32")
+    )
+    leaves = jax.tree.leaves(model)
+    size, wide = sum(x.nbytes for x in leaves), 4 * sum(x.size for x in leaves)
+    assert size <= (0.6 if narrow else 1.0) * wide
+    assert model.final_norm.scale[...].dtype == jnp.float32
+    want = jax.tree.map(
+        lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), plain
+    )
+    got = jax.tree.map(lambda x: np.asarray(x, np.float32), to_nested_dict(model))
+    assert_same(got, want)
+    pieces = hf_pieces(imported.architecture, model.config)
+    stored = jnp.dtype(model.config.weight_dtype)
+    write_tensors(model, pieces, tmp_path / "back.safetensors", dtype=stored)
+    back = SafetensorsFiles([tmp_path / "back.safetensors"], where="back")
+    disk = open_directory(directory)
+    for name, info in back.tensors.items():
+        assert info.dtype == ("BF16" if narrow else "F32"), name
+        np.testing.assert_array_equal(back.read(name), disk.read(name))
+    assert hf_keys(model.config, length=16)["dtype"] == model.config.weight_dtype
+
+
+def test_a_checkpoint_that_is_not_bfloat16_is_kept_as_float32(plain):
+    assert_same(parameters(LLAMA, dtype="keep"), plain)
+
+
+def test_weights_are_cast_both_ways_and_narrow_ones_are_not_trained(plain):
+    model = from_hf(LLAMA).model
+    narrow = in_weight_dtype(model, "bfloat16")
+    like = jax.eval_shape(lambda: Decoder(narrow.config, rngs=nnx.Rngs(0)))
+    assert jax.tree.structure(like) == jax.tree.structure(narrow)
+    assert [x.dtype for x in jax.tree.leaves(like)] == [
+        x.dtype for x in jax.tree.leaves(narrow)
+    ]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(narrow):
+        is_weight = rule_of(parameter_name(path)).is_weight
+        assert leaf.dtype == ("bfloat16" if is_weight else "float32")
+    wide = in_weight_dtype(narrow, "float32")
+    assert wide.config == model.config
+    assert {x.dtype for x in jax.tree.leaves(wide)} == {jnp.dtype("float32")}
+    experiment = dataclasses.replace(tiny_experiment.config(), model=narrow.config)
+    with pytest.raises(UserError, match="weight_dtype bfloat16 cannot be trained"):
+        build_step(experiment, make_mesh(MeshConfig(), jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("gpt2", lambda name: name.removeprefix("transformer.")),
+        ("gemma3", lambda name: f"language_model.{name}"),
+        ("gemma3", lambda name: name.replace("model.", "model.language_model.", 1)),
+    ],
+    ids=["without_its_head", "text_of_older", "text_of_newer"],
+)
+def test_names_of_parts_are_those_of_the_whole_model(case, change, tmp_path):
+    source = OWN / "hf" / case
+    directory = copy_of(source, tmp_path / "hf")
+    if case == "gemma3":
+        inner = json.loads((source / "config.json").read_text())
+        keys = {"model_type": "gemma3", "text_config": inner}
+        (directory / "config.json").write_text(json.dumps(keys))
+
+    def renamed(tensors):
+        changed = {change(name): x for name, x in tensors.items()}
+        vision = {} if case == "gpt2" else {"vision_tower.w": np.zeros(3, np.float32)}
+        return changed | vision
+
+    rewrite(directory, renamed)
+    messages = []
+    assert_same(parameters(directory, report=messages.append), parameters(source))
+    assert any("the text model alone" in text for text in messages) == (
+        case == "gemma3"
+    )
 
 
 def write_half(tensors, file, dtype):
@@ -163,3 +263,25 @@ def test_a_tied_checkpoint_with_a_head_of_its_own_keeps_it(same, tmp_path):
     if not same:
         head = np.asarray(model.w_embedding[...]).T * 3
         np.testing.assert_array_equal(np.asarray(model.w_head[...]), head)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_importing_takes_little_more_than_the_model(dtype, tmp_path):
+    """The peak is below 1.3 of the model and its largest tensor, fused ones too."""
+    keys = json.loads((OWN / "hf" / "phi3" / "config.json").read_text())
+    keys |= {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 4096}
+    config = model_from_keys(keys, where="config.json").config
+    like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    model = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    file = tmp_path / "model.safetensors"
+    write_tensors(model, hf_pieces("phi3", config), file, dtype=jnp.dtype(dtype))
+    from_hf(tmp_path, dtype=dtype)  # what is imported and traced once
+    tracemalloc.start()
+    model = from_hf(tmp_path, dtype=dtype).model
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    leaves = jax.tree.leaves(model)
+    assert sum(leaf.nbytes for leaf in leaves) > 3e6
+    largest = model.w_embedding[...].nbytes
+    assert peak < 1.3 * sum(leaf.nbytes for leaf in leaves) + largest

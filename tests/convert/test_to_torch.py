@@ -39,7 +39,14 @@ from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import Alibi, LearnedPositions, Rope
+from recurjax.layers.position import (
+    Alibi,
+    LearnedPositions,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
 from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.run import LoadedRun, load_run
@@ -88,6 +95,18 @@ def recursive(base=None, **switches) -> RelaxedRecursiveTransformerConfig:
 
 SIZE = {"width": WIDTH, "heads": 4}
 LAYER = NormConfig(kind="layer", bias=True)
+# Of five layers two are left over behind the pattern.
+BY_LAYER = transformer(
+    layers=5,
+    norms="both",
+    windows=(4, 4, None),
+    positions=(
+        Rope(scaling=LinearScaling(factor=2.0)),
+        None,
+        Rope(scaling=Llama3Scaling(factor=8.0, low=1.0, high=4.0, length=16)),
+    ),
+    attention=attention(soft_cap=5.0),
+)
 STACKS = {
     "transformer": transformer(),
     "transformer_alibi": transformer(
@@ -112,6 +131,15 @@ STACKS = {
             scale=0.3,
         ),
         mlp=MlpConfig(kind="geglu", width=24),
+    ),
+    "transformer_norms_both": BY_LAYER,
+    "transformer_norms_after": transformer(
+        norms="after",
+        attention=attention(
+            position=Rope(scaling=YarnScaling(factor=4.0, length=16, amplitude=1.1)),
+            qk_norm=NormConfig(),
+            qk_norm_over="full",
+        ),
     ),
     "recurrent_transformer": recurrent(),
     "recurrent_transformer_blocks": recurrent(
@@ -168,6 +196,11 @@ STACKS = {
         replaced=((0, 1, 2), ()),
         mamba=MambaConfig(conv=2, state=4, dt_rank=3, expand=3),
     ),
+    "recurformer_norms_both": RecurFormerConfig(
+        transformer=BY_LAYER,
+        replaced=((), (), (0, 2, 3), (), ()),
+        mamba=MambaConfig(state=3, dt_rank=5),
+    ),
     "recursive": recursive(),
     "recursive_untied": recursive(
         transformer(
@@ -188,6 +221,9 @@ STACKS = {
     ),
     "recursive_first": recursive(
         transformer(layers=6, windows=(3, None)), loops=3, loop_cache="first"
+    ),
+    "recursive_norms_both": recursive(
+        dataclasses.replace(BY_LAYER, layers=6), tie_norms=False
     ),
     "recursive_sequence": recursive(sharing="sequence", rank=0, tie_norms=False),
     "recursive_learned_turned": recursive(

@@ -70,7 +70,10 @@ class _Checked(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromHf(_Checked):
-    """Makes a run directory of a Hugging Face model (Llama, Gemma, GPT-NeoX, Qwen2).
+    """Makes a run directory of a Hugging Face model.
+
+    Families: Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, SmolLM3,
+    OLMo-2, GPT-NeoX, GPT-2.
 
     Attributes:
       source: a directory with config.json and safetensors, a .gguf file, or
@@ -80,7 +83,9 @@ class FromHf(_Checked):
       tokenizer: a tokenizer.json or its folder instead of the model's own.
       ignore_key: keys of config.json that recurjax does not know and that do not change
         the model.
-      dtype: of activations; parameters are float32.
+      dtype: of parameters and activations. float32 holds every checkpoint exactly, and
+        is what training starts from; bfloat16 takes half the memory; keep: bfloat16
+        where the checkpoint's matrices are, else float32.
       check: compare with transformers, where it is installed; into parity.json.
       torch_python: the interpreter that has torch and transformers; None: this one.
       ids: a .npy file with token ids [B, T] to compare on.
@@ -91,7 +96,7 @@ class FromHf(_Checked):
     out: Annotated[Path, tyro.conf.Positional]
     tokenizer: Path | None = None
     ignore_key: tuple[str, ...] = ()
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "keep"] = "float32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +107,8 @@ class ToTorch(_Checked):
       run: the run directory.
       out: the new directory; it appears whole or not at all.
       format: torch: weights, config and a module file that needs torch, safetensors
-        and numpy only; hf: what transformers loads by itself, for models that are
-        ordinary Llama, Gemma, GPT-NeoX or Qwen2.
+        and numpy only; hf: what transformers loads by itself, for models that one of
+        from-hf's families can be.
       step: of the checkpoint; None: the newest.
       check: compare both sides, where torch is installed; into parity.json.
       torch_python: the interpreter that has torch; None: this one.

@@ -1,37 +1,47 @@
 """A GGUF file as if it were a Hugging Face directory: config keys, names, weights.
 
 Quantised weights are expanded to float32 by the package `gguf` (the extra of that
-name), some rows at a time. Of the architectures that llama.cpp writes, llama and qwen2
-are read.
+name), some rows at a time. Names and keys follow from the rows of the families.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from recurjax.convert.formats.gguf_header import GgufTensor, read_header
 from recurjax.convert.formats.gguf_tokenizer import gguf_text_settings, gguf_tokenizer
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
+from recurjax.convert.hugging_face.families import FAMILIES, Family
 from recurjax.data.tokenizers import TextSettings, Tokenizer
 from recurjax.errors import UserError
 
+# Modules of a GGUF file, which all architectures name alike, and what they are of ours.
 _TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+    "token_embd": ("embedding",),
+    "position_embd": ("stack.position.position",),
+    "output_norm": ("final_norm",),
+    "output": ("head",),
 }
 _IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_norm": ("attention_norm",),
+    "post_attention_norm": ("attention_post_norm",),
+    "ffn_norm": ("mlp_norm",),
+    "post_ffw_norm": ("mlp_post_norm",),
+    "attn_q": ("attention.q",),
+    "attn_k": ("attention.k",),
+    "attn_v": ("attention.v",),
+    "attn_qkv": ("attention.q attention.k attention.v",),
+    "attn_output": ("attention.out",),
+    "attn_q_norm": ("attention.q_norm",),
+    "attn_k_norm": ("attention.k_norm",),
+    "ffn_gate": ("mlp.gate",),
+    # Of Phi-3 gate and up in one.
+    "ffn_up": ("mlp.up", "mlp.gate mlp.up"),
+    "ffn_down": ("mlp.down",),
 }
 # Key of a GGUF file without its architecture, and the key of config.json.
 _KEYS = {
@@ -43,11 +53,26 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Said again by the tensors' shapes.
-_REPEATED = {"vocab_size", "rope.dimension_count", "attention.value_length"}
-_ARCHITECTURES = ("llama", "qwen2")
+# Said again by the tensors' shapes; how a scaled model came to be.
+_REPEATED = {"vocab_size", "attention.value_length", "rope.scaling.finetuned"}
+_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+}
+"""llama.cpp's name, and the family's."""
+# Tensors of factors of a rope, which belong to the config.
+_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 _AT_ONCE = 1 << 20
 """Weights that are expanded at a time."""
 
@@ -80,15 +105,26 @@ def open_gguf(
             raise ValueError("it ends inside its tensors")
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} is not a whole GGUF file: {error}") from error
-    architecture = fields.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    architecture: Any = fields.get("general.architecture")
+    if architecture not in list(_ARCHITECTURES):
         raise UserError(
             f"{path}: architecture {architecture!r} is not supported: known are "
             f"{', '.join(_ARCHITECTURES)}"
         )
     # Keys of config.json, so that the reader of Hugging Face's serves.
-    keys = _config_keys(fields, architecture)
-    source = GgufFile(path, tensors, keys, permuted=architecture == "llama")
+    factors = {
+        name: tensor
+        for tensor in tensors
+        if (name := tensor.name.removesuffix(".weight")) in _FACTORS
+    }
+    tables = GgufFile(path, list(factors.values()), {}, architecture)
+    keys = _config_keys(
+        fields,
+        architecture,
+        {name: tables.read(tensor.name).tolist() for name, tensor in factors.items()},
+    )
+    weights = [tensor for tensor in tensors if tensor not in factors.values()]
+    source = GgufFile(path, weights, keys, architecture)
     embedding = source.tensors.get("model.embed_tokens.weight")
     keys["vocab_size"] = None if embedding is None else embedding.shape[0]
     # A GGUF file names no tie: it simply lacks the head.
@@ -105,8 +141,7 @@ class GgufFile:
         path: Path,
         tensors: list[GgufTensor],
         keys: dict[str, Any],
-        *,
-        permuted: bool,
+        architecture: str,
     ):
         """Takes the names and shapes; weights are read when they are asked for.
 
@@ -114,30 +149,35 @@ class GgufFile:
           path: the file.
           tensors: from its header.
           keys: config.json's keys.
-          permuted: whether rows of q and k lie in llama.cpp's order.
+          architecture: llama.cpp's. Of llama, rows of q and k lie in its own order; of
+            Gemma, norms hold 1 + scale.
         """
         self.where = str(path)
         self._heads = {
             "q_proj": keys.get("num_attention_heads"),
             "k_proj": keys.get("num_key_value_heads", keys.get("num_attention_heads")),
         }
-        self._permuted = permuted
+        self._permuted = architecture == "llama"
+        family = FAMILIES[_ARCHITECTURES[architecture]]
+        self._one_more = bool(family.fixed.get("one_plus"))
         self._path = path
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in tensors}
+        self._tensors = {_hf_name(tensor.name, family): tensor for tensor in tensors}
         self.tensors = {
             # What is expanded, is expanded to float32.
             name: TensorInfo(tensor.shape, "F32")
             for name, tensor in self._tensors.items()
         }
 
-    def read(self, name: str) -> np.ndarray:
-        values = empty_for_jax(self.tensors[name].shape)
+    def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+        values = empty_for_jax(self.tensors[name].shape, dtype)
         try:
             self._expand(self._tensors[name], values.reshape(-1, values.shape[-1]))
         except (NotImplementedError, ValueError) as error:
             raise UserError(
                 f"{self.where}: {name} cannot be expanded: {error}"
             ) from error
+        if self._one_more and values.ndim == 1 and "norm" in name:
+            values -= 1
         projection = name.split(".")[-2]
         if self._permuted and projection in self._heads:
             # Only q and k are rotated, so only their rows are in llama.cpp's order.
@@ -164,7 +204,8 @@ class GgufFile:
             for start in range(0, len(rows), step):
                 part = rows[start : start + step]
                 raw = np.fromfile(stream, np.uint8, count=len(part) * width)
-                np.copyto(part, dequantize(raw.reshape(len(part), width), kind))
+                blocks = raw.reshape(len(part), width)
+                np.copyto(part, dequantize(blocks, kind), casting="unsafe")
 
 
 def _bytes_of(tensor: GgufTensor) -> int:
@@ -195,21 +236,82 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     return folded.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _config_keys(fields: dict[str, Any], architecture: str) -> dict[str, Any]:
-    keys: dict[str, Any] = {"model_type": architecture, "rope_theta": 10000.0}
+def _config_keys(
+    fields: dict[str, Any], architecture: str, factors: dict[str, list[float]]
+) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "model_type": _ARCHITECTURES[architecture],
+        "rope_theta": 1e6 if architecture == "gemma3" else 1e4,
+    }
     prefix = f"{architecture}."
-    for key, value in fields.items():
-        short = key.removeprefix(prefix)
-        if short != key and short not in _REPEATED:
-            # An unknown key keeps its name, so that the reader of configs refuses it.
-            keys[_KEYS.get(short, key)] = value
+    short = {
+        key.removeprefix(prefix): value
+        for key, value in fields.items()
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _REPEATED
+    }
+    if scaling := _rope_scaling(short, factors):
+        keys["rope_scaling"] = scaling
+    rotated = short.pop("rope.dimension_count", None)
+    # An unknown key keeps its name, so that the reader of configs refuses it.
+    keys |= {_KEYS.get(key, prefix + key): value for key, value in short.items()}
+    width, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
+    if not (isinstance(width, int) and isinstance(heads, int) and heads):
+        return keys
+    head_width = keys.get("head_dim", width // heads)
+    if architecture == "phi3" and rotated is not None:
+        keys["partial_rotary_factor"] = rotated / head_width
+    if architecture in ("gemma2", "gemma3"):
+        # llama.cpp knows the two models of 27B, whose scale is not that of their heads.
+        large = (keys["model_type"], keys.get("num_hidden_layers")) in _LARGE
+        keys["query_pre_attn_scalar"] = width // heads if large else head_width
     return keys
 
 
-def _hf_name(name: str) -> str:
+_LARGE = (("gemma2", 46), ("gemma3_text", 62))
+
+
+def _rope_scaling(
+    short: dict[str, Any], factors: dict[str, list[float]]
+) -> dict[str, Any] | None:
+    """Takes the keys of a rope's scaling; None: it has none."""
+    kind = short.pop("rope.scaling.type", None)
+    stated = {
+        "factor": short.pop("rope.scaling.factor", None),
+        "original_max_position_embeddings": short.pop(
+            "rope.scaling.original_context_length", None
+        ),
+        "attention_factor": short.pop("rope.scaling.attn_factor", None),
+    }
+    stated = {key: value for key, value in stated.items() if value is not None}
+    if "rope_freqs" in factors:
+        # Llama 3's rule, as the factors that it has led to.
+        both = dict.fromkeys(("short_factor", "long_factor"), factors["rope_freqs"])
+        return {"rope_type": "longrope", "attention_factor": 1.0} | both
+    if len(factors) == 2:
+        return stated | {
+            "rope_type": "longrope",
+            "short_factor": factors["rope_factors_short"],
+            "long_factor": factors["rope_factors_long"],
+        }
+    if kind in (None, "none"):
+        return None
+    if kind != "yarn":
+        stated.pop("attention_factor", None)
+    return stated | {"rope_type": kind}
+
+
+def _hf_name(name: str, family: Family) -> str:
     parts = name.split(".")
-    if parts[0] == "blk" and len(parts) == 4 and parts[2] in _IN_BLOCK:
-        return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.{parts[3]}"
-    if parts[0] in _TOP and len(parts) == 2:
-        return f"{_TOP[parts[0]]}.{parts[1]}"
-    return name
+    if parts[0] == "blk" and len(parts) == 4:
+        [number, module, suffix] = parts[1:]
+        theirs = _module(family.inner, _IN_BLOCK.get(module, ()))
+        prefix = f"{family.layer.format(number)}."
+    else:
+        [module, suffix] = parts if len(parts) == 2 else ("", "")
+        theirs, prefix = _module(family.outer, _TOP.get(module, ())), ""
+    # A tensor that nothing knows keeps its name, and is refused by it.
+    return name if theirs is None else f"{prefix}{theirs}.{suffix}"
+
+
+def _module(modules: Mapping[str, str], ours: tuple[str, ...]) -> str | None:
+    return next((theirs for theirs, name in modules.items() if name in ours), None)

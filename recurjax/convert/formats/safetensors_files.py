@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
@@ -54,19 +55,19 @@ class SafetensorsFiles:
                 self.tensors[name] = info
                 self._places[name] = _Place(file, offset)
 
-    def read(self, name: str) -> np.ndarray:
-        shape, dtype = self.tensors[name]
+    def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+        shape, stored = self.tensors[name]
         file, offset = self._places[name]
-        values = empty_for_jax(shape)
-        narrow = dtype != "F32"
-        # float32 is read into its final place; narrower types are widened after.
-        raw = np.empty(shape, _DTYPES[dtype]) if narrow else values
+        # A tensor of this dtype is read into its final place, others are cast after.
+        raw = empty_for_jax(shape, _DTYPES[stored])
         with file.open("rb") as stream:
             stream.seek(offset)
             if stream.readinto(raw.reshape(-1).view(np.uint8).data) != raw.nbytes:
                 raise UserError(f"{file} ends inside the tensor {name}")
-        if narrow:
-            np.copyto(values, raw, casting="unsafe")
+        if raw.dtype == dtype:
+            return raw
+        values = empty_for_jax(shape, dtype)
+        np.copyto(values, raw, casting="unsafe")
         return values
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 
 class TensorInfo(NamedTuple):
@@ -20,7 +21,7 @@ class TensorInfo(NamedTuple):
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes that weights may have; all are read as float32."""
+"""Dtypes that weights may have."""
 
 
 @runtime_checkable
@@ -37,21 +38,41 @@ class TensorSource(Protocol):
         """Everything that it holds."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads one tensor as float32; nothing of it is kept."""
+    def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+        """Reads one tensor in a dtype; nothing of it is kept."""
         ...
+
+
+class RenamedTensors:
+    """Tensors under other names; see `TensorSource`."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]):
+        """Takes the new names.
+
+        Args:
+          source: the tensors.
+          names: for each new name the one in `source`; what has none is left out.
+        """
+        self.where = source.where
+        self.tensors: dict[str, TensorInfo] = {
+            new: source.tensors[old] for new, old in names.items()
+        }
+        self._source, self._names = source, names
+
+    def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+        return self._source.read(self._names[name], dtype)
 
 
 _ALIGNED = 64
 """Bytes: jax keeps a CPU array that lies on such a border, and copies others."""
 
 
-def empty_for_jax(shape: tuple[int, ...]) -> np.ndarray:
-    """Makes a float32 array that a CPU device can keep without a copy."""
-    size = 4 * math.prod(shape)
+def empty_for_jax(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
+    """Makes an array that a CPU device can keep without a copy."""
+    size = np.dtype(dtype).itemsize * math.prod(shape)
     room = np.empty(size + _ALIGNED, np.uint8)
     start = -room.ctypes.data % _ALIGNED
-    return room[start : start + size].view(np.float32).reshape(shape)
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def count_not_finite(array: np.ndarray) -> int:

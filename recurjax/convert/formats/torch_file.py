@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from recurjax.convert.formats.tensors import TensorInfo
 from recurjax.errors import UserError
@@ -32,8 +33,9 @@ class TorchFile:
             for name, tensor in tensors.items()
         }
 
-    def read(self, name: str) -> np.ndarray:
-        return self._tensors[name].detach().float().cpu().numpy()
+    def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+        wide = self._tensors[name].detach().float().cpu().numpy()
+        return wide.astype(dtype, copy=False)
 
 
 def reason_of(error: Exception) -> str:

@@ -10,17 +10,15 @@ from jax.sharding import Mesh
 
 from recurjax.convert.formats.safetensors_files import open_directory
 from recurjax.convert.formats.tensors import TensorSource
+from recurjax.convert.hugging_face.families import FAMILIES
 from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.hugging_face.names import (
-    TIED_TENSORS,
     hf_pieces,
     ignored_tensors,
+    tied_tensors,
+    with_usual_names,
 )
-from recurjax.convert.hugging_face.read_config import (
-    Architecture,
-    HfModel,
-    model_from_keys,
-)
+from recurjax.convert.hugging_face.read_config import HfModel, model_from_keys
 from recurjax.convert.loading import load_model
 from recurjax.data.tokenizers import (
     JsonTokenizer,
@@ -36,7 +34,7 @@ class Imported(NamedTuple):
     """A model and what came with it.
 
     Attributes:
-      model: the parameters, in float32; `model.config` is the config.
+      model: the parameters; `model.config` is the config.
       tokenizer: with the chat template and generation_config.json of the checkpoint;
         None where it has no tokenizer.json and none was named.
       architecture: Hugging Face's `model_type`.
@@ -45,7 +43,7 @@ class Imported(NamedTuple):
 
     model: Decoder
     tokenizer: Tokenizer | None
-    architecture: Architecture
+    architecture: str
     length: int
 
 
@@ -53,7 +51,7 @@ def from_hf(
     path: str | Path,
     *,
     tokenizer: str | Path | None = None,
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    dtype: Literal["float32", "bfloat16", "keep", "float64"] = "float32",
     mesh: Mesh | None = None,
     ignored_keys: Collection[str] = (),
     report: Callable[[str], None] = print,
@@ -67,7 +65,8 @@ def from_hf(
       path: a directory with config.json and safetensors, or a .gguf file (needs the
         package `gguf`), whose quantised weights are expanded.
       tokenizer: a tokenizer.json or its folder instead of the checkpoint's own.
-      dtype: of activations; parameters are float32.
+      dtype: of parameters and activations; vectors stay float32. "keep": bfloat16
+        where all matrices on disk are, else float32; "float64": of activations only.
       mesh: where to lay the parameters out; None: on one device.
       ignored_keys: of config.json, which the caller knows not to change the model.
       report: gets a sentence for what a user should know: keys that were read over, a
@@ -97,6 +96,8 @@ def from_hf(
             text.settings = text.settings.filled(beside)
     if hf.read_over:
         report(f"{path}: read over, as they change no model: {', '.join(hf.read_over)}")
+    if hf.text_of is not None:
+        report(f"{path}: {hf.text_of} is read without its images: the text model alone")
     if hf.config.tied_head and _has_own_head(hf.architecture, source):
         # transformers follows the flag and would drop the head that was trained.
         report(
@@ -107,7 +108,8 @@ def from_hf(
         hf = hf._replace(config=untied)
     # The tokenizer decides what is vocabulary; rows beyond it stay and are never
     # predicted.
-    config = dataclasses.replace(_with_vocabulary(hf.config, text, path), dtype=dtype)
+    config = _with_vocabulary(hf.config, text, path)
+    config = _with_dtype(config, dtype, source)
     model = load_model(
         config,
         hf_pieces(hf.architecture, config),
@@ -132,15 +134,27 @@ def _open(
     values = read_keys(directory / "config.json")
     where = str(directory / "config.json")
     hf = model_from_keys(values, where=where, ignored=ignored_keys)
-    return hf, open_directory(directory)
+    source = with_usual_names(open_directory(directory), hf.architecture)
+    return hf, source
 
 
 def _has_own_head(architecture: str, source: TensorSource) -> bool:
     """Whether a checkpoint holds a head that is not its embedding."""
-    embedding, head = TIED_TENSORS[architecture == "gpt_neox"]
+    embedding, head = tied_tensors(FAMILIES[architecture])
     if head not in source.tensors or embedding not in source.tensors:
         return False
     return not np.array_equal(source.read(head), source.read(embedding))
+
+
+def _with_dtype(config: ModelConfig, dtype: str, source: TensorSource) -> ModelConfig:
+    if dtype == "float64":
+        return dataclasses.replace(config, dtype=dtype)
+    if dtype == "keep":
+        # float16 reaches further down than bfloat16, and not as far up.
+        matrices = (info for info in source.tensors.values() if len(info.shape) > 1)
+        narrow = all(info.dtype == "BF16" for info in matrices)
+        dtype = "bfloat16" if narrow else "float32"
+    return dataclasses.replace(config, dtype=dtype, weight_dtype=dtype)
 
 
 def _with_vocabulary(

@@ -15,8 +15,12 @@ HARMLESS = {
     *("_attn_implementation", "transformers.js_config", "_commit_hash", "license"),
     # Without effect outside training; recurjax trains without dropout.
     *("attention_dropout", "hidden_dropout", "classifier_dropout"),
-    # The same function in slices.
-    "pretraining_tp",
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"),
+    # The same function in slices, or in another order.
+    *("pretraining_tp", "reorder_and_upcast_attn"),
+    # Of heads that classify; as many as n_positions; the default of layer_types.
+    *("summary_type", "summary_use_proj", "summary_activation"),
+    *("summary_proj_to_labels", "n_ctx", "_sliding_window_pattern"),
 }
 """Keys that nearly every file has and that do not change the function."""
 READ_OVER = {
@@ -95,13 +99,39 @@ class Keys:
             return 1
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Takes a number."""
+    def optional_size(self, key: str, default: int | None) -> int | None:
+        """Takes a positive whole number or null."""
+        if self._values.get(key, default) is not None:
+            return self.size(key, default)
+        self._values.pop(key, None)
+        return None
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Takes a number; without a default it must be there."""
         value = self._values.pop(key, default)
         if type(value) not in (int, float):
-            self._wrong.append(f"{key} must be a number, got {value!r}")
-            return default
+            wrong = (
+                "is missing" if value is None else f"must be a number, got {value!r}"
+            )
+            self._wrong.append(f"{key} {wrong}")
+            return 1.0 if default is None else default
         return float(value)
+
+    def optional(self, key: str, default: float | None) -> float | None:
+        """Takes a number or null."""
+        if self._values.get(key, default) is not None:
+            return self.number(key, default)
+        self._values.pop(key, None)
+        return None
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Takes a list of numbers."""
+        values = self._values.pop(key, None)
+        is_list = isinstance(values, list)
+        if not is_list or any(type(value) not in (int, float) for value in values):
+            self._wrong.append(f"{key} must be a list of numbers, got {values!r:.60}")
+            return ()
+        return tuple(map(float, values))
 
     def flag(self, key: str, default: bool) -> bool:
         """Takes true or false."""
@@ -135,21 +165,25 @@ class Keys:
         """Notes what else is wrong."""
         self._wrong.append(text)
 
-    def finish(self) -> None:
-        """Ends the reading.
-
-        Raises:
-          UserError: something was wrong, or keys are left that nobody understands.
-        """
+    def problems(self) -> list[str]:
+        """Ends the reading; returns what was wrong, unknown keys too."""
         for key, value in sorted(self._values.items()):
             # No reader took it: it may change the function, unless it is switched off.
             if value is None or (key in NEUTRAL and value == NEUTRAL[key]):
                 self.read_over.append(key)
             else:
                 self._wrong.append(f"{key} {value!r} is not understood")
-        if self._wrong:
+        return self._wrong
+
+    def finish(self) -> None:
+        """Ends the reading.
+
+        Raises:
+          UserError: something was wrong, or keys are left that nobody understands.
+        """
+        if problems := self.problems():
             raise UserError(
-                f"{self._where}: {'; '.join(self._wrong)} (--ignore-key NAME leaves "
+                f"{self._where}: {'; '.join(problems)} (--ignore-key NAME leaves "
                 "out a key that does not change the model)"
             )
 

@@ -1,120 +1,132 @@
-"""Hugging Face's tensor names for our parameters, one table an architecture."""
+"""Hugging Face's tensor names for our parameters, by the row of a family."""
 
-from recurjax.convert.hugging_face.read_config import Architecture
+from recurjax.convert.formats.tensors import RenamedTensors, TensorSource
+from recurjax.convert.hugging_face.families import FAMILIES, Family
 from recurjax.convert.pieces import Piece, PieceTable
 from recurjax.model import ModelConfig
 from recurjax.variants.transformer import TransformerConfig
 
 
-def hf_pieces(architecture: Architecture, config: ModelConfig) -> list[Piece]:
+def hf_pieces(architecture: str, config: ModelConfig) -> list[Piece]:
     """Returns the table of a model whose stack is a Transformer."""
-    table = PieceTable(config)
-    if architecture == "gpt_neox":
-        _gpt_neox(table, config)
-    else:
-        _llama(table, config)
+    table, family = PieceTable(config), FAMILIES[architecture]
+    for theirs, ours in family.outer.items():
+        _module(table, theirs, "", [ours])
+    assert isinstance(config.stack, TransformerConfig)
+    for layer in range(config.stack.layers):
+        block, entry = config.stack.place_of(layer)
+        for theirs, ours in family.inner.items():
+            names = ours.split()
+            theirs = f"{family.layer.format(layer)}.{theirs}"
+            prefix = f"stack.blocks.{block}."
+            if len(names) > 1 and family.fused == "heads":
+                _interleaved(table, theirs, prefix, names, entry)
+            else:
+                inputs_first = family.inputs_first
+                _module(table, theirs, prefix, names, entry, inputs_first)
     return table.finished()
 
 
-TIED_TENSORS = (
-    ("model.embed_tokens.weight", "lm_head.weight"),
-    ("gpt_neox.embed_in.weight", "embed_out.weight"),
-)
-"""Embedding and head, of Llama's relatives and of GPT-NeoX."""
+def _module(
+    table: PieceTable,
+    theirs: str,
+    prefix: str,
+    names: list[str],
+    entry: int | None = None,
+    inputs_first: bool = False,
+) -> None:
+    """Adds a module's weight and bias, of one parameter of ours or of several."""
+    for suffix in ("weight", "bias"):
+        parameters = [prefix + _parameter(name, suffix) for name in names]
+        if len(parameters) == 1 and not (inputs_first and suffix == "weight"):
+            table.same(f"{theirs}.{suffix}", parameters[0], entry)
+        else:
+            table.rows(
+                f"{theirs}.{suffix}", parameters, entry, inputs_first=inputs_first
+            )
 
 
-def ignored_tensors(architecture: Architecture, config: ModelConfig) -> set[str]:
+def _interleaved(
+    table: PieceTable, theirs: str, prefix: str, names: list[str], entry: int
+) -> None:
+    """Adds a tensor whose rows are head 0's q, k, v, then head 1's, and so on."""
+    assert isinstance(table.config.stack, TransformerConfig)
+    a, D = table.config.stack.attention, table.config.stack.width
+    H, E, N = a.heads, a.head_width, len(names)
+    for number, name in enumerate(names):
+        # Out axis [H, N, E] and inputs D; ours is [D, H, E]: inputs first.
+        table.part(
+            f"{theirs}.weight",
+            prefix + _parameter(name, "weight"),
+            entry,
+            shape=(N * H * E, D),
+            view=(H, N, E, D),
+            part=(slice(None), number),
+            axes=(2, 0, 1),
+        )
+        table.part(
+            f"{theirs}.bias",
+            prefix + _parameter(name, "bias"),
+            entry,
+            shape=(N * H * E,),
+            view=(H, N, E),
+            part=(slice(None), number),
+            axes=(0, 1),
+        )
+
+
+def _parameter(ours: str, suffix: str) -> str:
+    """Returns our parameter that a module has as weight or bias."""
+    parents, dot, last = ours.rpartition(".")
+    if last.endswith("norm"):
+        return f"{ours}.{'scale' if suffix == 'weight' else 'bias'}"
+    return f"{parents}{dot}{suffix[0]}_{last}"
+
+
+def tied_tensors(family: Family) -> tuple[str, str]:
+    """Returns the names of the embedding and of the head."""
+    embedding, head = (family.module(ours) for ours in ("embedding", "head"))
+    return f"{embedding}.weight", f"{head}.weight"
+
+
+def ignored_tensors(architecture: str, config: ModelConfig) -> set[str]:
     """Names that checkpoints may hold and that carry nothing of their own.
 
     A tied head repeats the embedding; old files hold tables that follow from the
     config (inverse frequencies, causal masks).
     """
-    # A tied head is written again in some files; it is the embedding.
-    names = {"lm_head.weight"} if config.tied_head else set()
-    for layer in range(config.stack.layers):
-        if architecture == "gpt_neox":
-            prefix = f"gpt_neox.layers.{layer}.attention."
-            tables = ("rotary_emb.inv_freq", "bias", "masked_bias")
-            names |= {prefix + table for table in tables}
-        else:
-            names.add(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq")
-    return names | ({"embed_out.weight"} if config.tied_head else set())
-
-
-def _llama(table: PieceTable, config: ModelConfig) -> None:
-    table.same("model.embed_tokens.weight", "w_embedding")
-    table.same("model.norm.weight", "final_norm.scale")
-    table.same("lm_head.weight", "w_head")
-    for layer, ours, place in _layers(config):
-        theirs = f"model.layers.{layer}"
-        for name, norm in (
-            ("input_layernorm", "attention_norm"),
-            ("post_attention_layernorm", "mlp_norm"),
-        ):
-            table.same(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
-        # Their o_proj is our w_out; the others have the same letters.
-        for name, part in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
-            tensor = f"{theirs}.self_attn.{name}_proj"
-            table.same(f"{tensor}.weight", f"{ours}.attention.w_{part}", place)
-            table.same(f"{tensor}.bias", f"{ours}.attention.b_{part}", place)
-        for part in ("gate", "up", "down"):
-            tensor = f"{theirs}.mlp.{part}_proj"
-            table.same(f"{tensor}.weight", f"{ours}.mlp.w_{part}", place)
-            table.same(f"{tensor}.bias", f"{ours}.mlp.b_{part}", place)
-
-
-def _gpt_neox(table: PieceTable, config: ModelConfig) -> None:
-    table.same("gpt_neox.embed_in.weight", "w_embedding")
-    for theirs, ours in (("weight", "scale"), ("bias", "bias")):
-        table.same(f"gpt_neox.final_layer_norm.{theirs}", f"final_norm.{ours}")
-    table.same("embed_out.weight", "w_head")
-    assert isinstance(config.stack, TransformerConfig)
-    a, D = config.stack.attention, config.stack.width
-    H, E = a.heads, a.head_width
-    for layer, ours, place in _layers(config):
-        theirs = f"gpt_neox.layers.{layer}"
-        for name, norm in (
-            ("input_layernorm", "attention_norm"),
-            ("post_attention_layernorm", "mlp_norm"),
-        ):
-            table.same(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
-            table.same(f"{theirs}.{name}.bias", f"{ours}.{norm}.bias", place)
-        # Rows are interleaved per head: head 0's q, k, v, then head 1's.
-        fused = f"{theirs}.attention.query_key_value"
-        for i, name in enumerate("qkv"):
-            table.part(
-                f"{fused}.weight",
-                f"{ours}.attention.w_{name}",
-                place,
-                shape=(3 * H * E, D),
-                view=(H, 3, E, D),
-                # Out axis [H, 3, E] and inputs D; ours is [D, H, E]: inputs first.
-                part=(slice(None), i),
-                axes=(2, 0, 1),
-            )
-            table.part(
-                f"{fused}.bias",
-                f"{ours}.attention.b_{name}",
-                place,
-                shape=(3 * H * E,),
-                view=(H, 3, E),
-                part=(slice(None), i),
-                axes=(0, 1),
-            )
-        for tensor, part in (
-            (f"{theirs}.attention.dense", "attention.{}_out"),
-            (f"{theirs}.mlp.dense_h_to_4h", "mlp.{}_up"),
-            (f"{theirs}.mlp.dense_4h_to_h", "mlp.{}_down"),
-        ):
-            table.same(f"{tensor}.weight", f"{ours}.{part.format('w')}", place)
-            table.same(f"{tensor}.bias", f"{ours}.{part.format('b')}", place)
-
-
-def _layers(config: ModelConfig) -> list[tuple[int, str, int]]:
-    """Returns each layer's number, our block's name, and its place in the stack."""
-    assert isinstance(config.stack, TransformerConfig)
-    period = len(config.stack.windows)
-    return [
-        (layer, f"stack.blocks.{layer % period}", layer // period)
+    family = FAMILIES[architecture]
+    names = {
+        f"{family.layer.format(layer)}.{table}"
         for layer in range(config.stack.layers)
-    ]
+        for table in family.tables
+    }
+    return names | ({tied_tensors(family)[1]} if config.tied_head else set())
+
+
+def with_usual_names(source: TensorSource, architecture: str) -> TensorSource:
+    """Returns a checkpoint under the names that its family's whole model has.
+
+    A file of the decoder without its head has no prefix ("h.0.ln_1.weight"); one of a
+    model that reads images too has the text model inside it.
+    """
+    family = FAMILIES[architecture]
+    embedding, head = tied_tensors(family)
+    prefix = family.prefix
+    short = embedding.removeprefix(prefix)
+    for inner, outer in (
+        ("", head),
+        (f"language_model.{prefix}", f"language_model.{head}"),
+        (f"{prefix}language_model.", head),
+    ):
+        if embedding in source.tensors or inner + short not in source.tensors:
+            continue
+        names = {
+            prefix + name.removeprefix(inner): name
+            for name in source.tensors
+            if name.startswith(inner) and name != outer
+        }
+        if outer in source.tensors:
+            names[head] = outer
+        return RenamedTensors(source, names)
+    return source

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int
+from numpy.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from recurjax.config_json import from_json, to_json
@@ -44,6 +46,7 @@ from recurjax.data.tokenizers import (
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences
 from recurjax.files.json_files import json_text
+from recurjax.layers.position import Rope
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.ranges import LARGEST_SIZE
@@ -110,6 +113,11 @@ def to_torch(
             "a model with a row decoder, which the objective Compress trains, tells "
             "rows and no next tokens: it has no PyTorch module"
         )
+    if format == "torch" and _asks_length(config.stack):
+        raise UserError(
+            "the PyTorch module knows no rope whose angles depend on the sequence's "
+            "length (DynamicScaling, LongScaling of two lists): use --format hf"
+        )
     keys = _config(run) if format == "torch" else _hf_config(run)
     model = run.model if format == "torch" else exported_model(run.model)
     with whole_directory(out) as aside:
@@ -120,7 +128,9 @@ def to_torch(
                 (aside / name).write_text(auto_source(name), encoding="utf-8")
         else:
             pieces = hf_pieces(keys["model_type"], model.config)
-        write_tensors(model, pieces, aside / SINGLE)
+        # Files of Hugging Face have one dtype, the one that their config names.
+        dtype = None if format == "torch" else jnp.dtype(config.weight_dtype)
+        write_tensors(model, pieces, aside / SINGLE, dtype=dtype)
         _write_json(aside / "config.json", keys)
         tokenizer = run.tokenizer
         if isinstance(tokenizer, JsonTokenizer):
@@ -136,6 +146,19 @@ def to_torch(
         )
         _write_json(aside / REPORT, parity.to_json())
     return parity
+
+
+def _asks_length(stack: StackConfig) -> bool:
+    """Whether a layer's rotation depends on more than positions."""
+    match stack:
+        case TransformerConfig():
+            base = stack
+        case RecurFormerConfig() | RelaxedRecursiveTransformerConfig():
+            base = stack.transformer
+        case _:
+            return False
+    positions = (kind.position for kind in base.pattern)
+    return any(isinstance(p, Rope) and p.asks_length for p in positions)
 
 
 def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Check:
@@ -239,12 +262,15 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
 
 
-def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]:
-    """Returns every tensor of the table, in float32, the numbers unchanged.
+def to_tensors(
+    model: Decoder, pieces: Iterable[Piece], *, dtype: DTypeLike | None = None
+) -> dict[str, np.ndarray]:
+    """Returns every tensor of the table.
 
     Args:
       model: on one process' devices.
       pieces: what lies where; together they fill each tensor.
+      dtype: of all tensors; None: each has its parameter's, the numbers unchanged.
     """
     arrays = named(to_nested_dict(model))
     of_tensor: dict[str, list[Piece]] = defaultdict(list)
@@ -254,7 +280,7 @@ def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]
     tensors = {}
     for name, parts in of_tensor.items():
         # Its numbers are unset: the pieces together write every one of them.
-        disk = np.empty(parts[0].shape, np.float32)
+        disk = np.empty(parts[0].shape, dtype or arrays[parts[0].parameter].dtype)
         for piece in parts:
             ours = arrays[piece.parameter]
             piece.put(
@@ -264,9 +290,16 @@ def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]
     return tensors
 
 
-def write_tensors(model: Decoder, pieces: Iterable[Piece], file: Path) -> None:
+def write_tensors(
+    model: Decoder,
+    pieces: Iterable[Piece],
+    file: Path,
+    *,
+    dtype: DTypeLike | None = None,
+) -> None:
     """Writes them; `format` pt is what torch's and transformers' readers ask for."""
-    save_file(to_tensors(model, pieces), file, metadata={"format": "pt"})
+    tensors = to_tensors(model, pieces, dtype=dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 TEMPLATES: dict[type, str] = {

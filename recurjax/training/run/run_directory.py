@@ -33,7 +33,7 @@ from recurjax.files.atomic import make_folders, write_atomic
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.storage import url_of
 from recurjax.machine.process_group import SharedError
-from recurjax.model import Decoder, ModelConfig
+from recurjax.model import Decoder, ModelConfig, in_weight_dtype
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.agreement import every_process, first_process
@@ -454,7 +454,7 @@ def load_start(
         return None
     run = load_run(start, mesh=mesh, report=report)
     report(f"starting from the parameters of {start} at step {run.step}")
-    return run.model
+    return in_weight_dtype(run.model, experiment.model.weight_dtype)
 
 
 def load_frozen(
@@ -483,7 +483,7 @@ def load_frozen(
         source = frozen.run, run.step, run.digest
         first_process(lambda: record.record_frozen(*source))
     report(f"the objective reads the frozen model of {frozen.run} at step {run.step}")
-    return run.model
+    return in_weight_dtype(run.model, frozen.model.weight_dtype)
 
 
 def _check_run(
