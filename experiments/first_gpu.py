@@ -66,7 +66,7 @@ from recurjax.training.program import build_step
 from recurjax.types import Batch
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ROOT / "experiments/recurrent_transformer/runs.py"
+RT_RUNS = ROOT / "experiments/recurrent_transformer/runs.py"
 STEPS = ("probe", "right", "flags", "scans", "layer", "profile", "pair", "hopper")
 
 PAPER_MS = (38.85, 42.28, 48.95, 61.39, 81.73, 134.09, 240.83)
@@ -417,7 +417,7 @@ def profile(m: Measurement) -> None:
 
 def pair(m: Measurement, name: str) -> None:
     """Times training steps of one of the 300M models at batch 64 x 512."""
-    experiment = load_experiment(f"{RUNS}:c4_300m_{name}")
+    experiment = load_experiment(f"{RT_RUNS}:c4_300m_{name}")
     if m.tiny:
         run = shrunk(experiment)
     else:
