@@ -10,11 +10,11 @@ takes about half a minute.
 
 `--plan` first plans what is not planned yet: it compiles each run's training step for
 h100:8, rows spread over the eight (weights too, where that does not fit), and
-multiplies the least time that a step can take by its steps and devices (runs that
-differ in their steps' number alone are planned once); `recurjax plan`
-says more of any one run, and a real one takes longer. Runs that read a prepared corpus
-are planned, a minute or two each on one core. Needs the compilers (`recurjax
-compilers`). What was planned is kept: a stopped command goes on.
+multiplies the least time that a step can take by its steps and devices. Runs of one
+step are planned once: those that differ in their number of steps, schedule or start
+alone. `recurjax plan` says more of any one run, and a real one takes longer. Runs that
+read a prepared corpus are planned, a minute or two each on one core. Needs the
+compilers (`recurjax compilers`). A stopped command goes on after the last plan.
 """
 
 import re
@@ -166,7 +166,7 @@ def entry(experiment: Experiment, plan: Plan) -> dict[str, Any]:
     }
 
 
-def entry_of_a_longer(
+def entry_of_same_step(
     experiment: Experiment, paper: str, record: dict[str, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Returns the entry of a planned run of the same step, at this one's length."""
@@ -174,9 +174,16 @@ def entry_of_a_longer(
         known = record.get(f"{paper}/{name}")
         if known is None or known["flops"] != training_flops(run):
             continue
-        training = replace(run.training, steps=experiment.training.steps)
-        if replace(run, name=experiment.name, training=training) == experiment:
-            hours, ratio = known["hours"], training.steps / run.training.steps
+        steps, start = experiment.training.steps, experiment.training.start_from
+        training = replace(run.training, steps=steps, start_from=start)
+        same = replace(
+            run,
+            name=experiment.name,
+            training=training,
+            schedule=experiment.schedule,
+        )
+        if same == experiment:
+            hours, ratio = known["hours"], steps / run.training.steps
             hours = None if hours is None else hours * ratio
             return known | {"flops": training_flops(experiment), "hours": hours}
     return None
@@ -191,7 +198,7 @@ def plan_runs(papers: tuple[str, ...], cache: Path) -> None:
             if key in record and record[key]["flops"] == training_flops(run):
                 continue
             try:
-                record[key] = entry_of_a_longer(run, paper, record) or entry(
+                record[key] = entry_of_same_step(run, paper, record) or entry(
                     run, plan_run(run, cache)
                 )
             except UserError as error:

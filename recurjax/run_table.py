@@ -31,7 +31,8 @@ from typing import Any
 
 from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
-from recurjax.experiment import Experiment
+from recurjax.experiment import Experiment, read_experiment
+from recurjax.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +89,15 @@ def load_runs(path: Path) -> dict[str, Run]:
         if table is None:
             raise UserError(f"{path} has no table RUNS of runs")
         return table
+
+
+def model_in(directory: str) -> ModelConfig | None:
+    """Returns the model of a run directory, such as an imported one; None: no run.
+
+    A row that starts from a checkpoint takes vocabulary and sizes from it.
+    """
+    file = Path(directory) / "config.json"
+    return read_experiment(file).model if file.is_file() else None
 
 
 def experiments_folder() -> Path:

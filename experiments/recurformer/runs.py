@@ -1,16 +1,25 @@
 """The paper's runs as a table, and small ones for two CPU cores.
 
-The paper starts from pretrained models. Import one, replace heads, and train on:
+The paper starts from pretrained models. Import one, prepare Wikipedia with its
+tokenizer, replace the heads that its text calls recent, and train on:
 
     recurjax convert from-hf meta-llama/Llama-2-7b-hf runs/llama2_7b
+    recurjax data prepare --out data/wikipedia_llama2 --corpus 'wikipedia/*.parquet' \
+        --format parquet --tokenizer runs/llama2_7b/tokenizer --validation-fraction 0.01
     recurjax convert to-recurformer runs/llama2_7b runs/llama2_7b_beta_50 --beta 0.5 \
         --text wikipedia.txt
     recurjax train experiments/recurformer/runs.py:llama2_7b_wikipedia_beta_50
 
-A row starts from that directory and takes its heads. While it is not there, as many
-heads, spread evenly over the layers, stand in: enough to plan a row. Wikipedia and
-HashHop are prepared once for each tokenizer (hash_hop_text.py writes the problems as
-text; heads of a base for HashHop are measured on Wikipedia, as in the paper):
+wikipedia/ has the files of wikimedia/wikipedia, 20231101.en; wikipedia.txt is the text
+of their first articles, 1,024 rows of 1,024 tokens:
+
+    python -c "import pyarrow.parquet as p; \
+        print(*p.read_table('wikipedia/0.parquet')['text'][:3000])" > wikipedia.txt
+
+A row starts from that directory and takes its vocabulary and heads. While it is not
+there, the config of the published checkpoint stands in, with as many heads, spread
+evenly over the layers: enough to plan a row. HashHop is prepared once for each
+tokenizer; its heads are measured on Wikipedia, as in the paper:
 
     python experiments/recurformer/hash_hop_text.py --out hash_hop.jsonl --rows 100000
     recurjax data prepare --out data/hash_hop_llama2 --corpus hash_hop.jsonl \
@@ -27,22 +36,22 @@ and smollm2.py run them and say what to expect.
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from recurjax.data.config import DataConfig, Prepared, TokenizerFile
 from recurjax.data.tasks import HashHop, Mqar, Setting, TaskData
-from recurjax.experiment import Experiment, read_experiment
+from recurjax.experiment import Experiment
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import UNIT_VARIANCE
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Rope
 from recurjax.model import ModelConfig
-from recurjax.run_table import Run
+from recurjax.run_table import Run, model_in
 from recurjax.surgery.recency import first_heads
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken
 from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.transformer import TransformerConfig
 
@@ -57,11 +66,13 @@ def base(name: str) -> ModelConfig:
         rest = {"vocabulary": 32000, "final_norm": NormConfig(eps=1e-5)}
     elif name == "qwen2_7b":
         sizes, kv, mlp = (28, 3584, 28), 4, 18944
-        rest = {"vocabulary": 152064, "final_norm": NormConfig(eps=1e-6)}
+        rest = {"vocabulary": 151646, "final_norm": NormConfig(eps=1e-6)}
+        # Rows of the tables beyond the tokenizer's tokens, which nothing reads.
+        rest["pad_vocabulary_to"] = 152064
     elif name == "qwen2_0_5b":
         sizes, kv, mlp = (24, 896, 14), 2, 4864
-        rest = {"vocabulary": 151936, "final_norm": NormConfig(eps=1e-6)}
-        rest["tied_head"] = True
+        rest = {"vocabulary": 151646, "final_norm": NormConfig(eps=1e-6)}
+        rest |= {"pad_vocabulary_to": 151936, "tied_head": True}
     elif name == "smollm2_135m":
         sizes, kv, mlp = (30, 576, 9), 3, 1536
         rest = {"vocabulary": 49152, "final_norm": NormConfig(eps=1e-5)}
@@ -111,9 +122,11 @@ def _paper(name: str, *, model: str, corpus: str, beta: float) -> Experiment:
     directory = f"data/{corpus}_{model.partition('_')[0]}"
     steps, length = 2000, 6144 if corpus == "hash_hop" else 1024
     start = f"runs/{model}" + (f"_beta_{percent(beta)}" if beta else "")
-    config = base(model)
-    if beta:
-        config = _converted(start) or recurrent(config, beta, mamba=MambaConfig())
+    config = _started(start)
+    if config is None:
+        config = base(model)
+        if beta:
+            config = recurrent(config, beta, mamba=MambaConfig())
     return Experiment(
         name=f"recurformer_{name}",
         model=config,
@@ -124,20 +137,29 @@ def _paper(name: str, *, model: str, corpus: str, beta: float) -> Experiment:
         objective=NextToken(vocabulary_chunks=8),
         optimizer=AdamW(learning_rate=1e-5 if model.endswith("7b") else 5e-5),
         schedule=Cosine(warmup_steps=steps // 20, end=0.1),
-        training=TrainingConfig(steps=steps, batch=64, length=length, start_from=start),
+        training=TrainingConfig(
+            steps=steps,
+            batch=64,
+            length=length,
+            start_from=start,
+            spikes=SpikeConfig(enabled=False),
+        ),
         evaluation=EvaluationConfig(every=500, batches=16),
     )
 
 
-def _converted(directory: str) -> ModelConfig | None:
-    """Reads the model that `recurjax convert` wrote there, if it did."""
-    file = Path(directory) / "config.json"
-    if not file.is_file():
+def _started(directory: str) -> ModelConfig | None:
+    """Returns the model that `recurjax convert` wrote there, as a row trains it."""
+    model = model_in(directory)
+    if model is None:
         return None
-    model = read_experiment(file).model
-    assert isinstance(model.stack, RecurFormerConfig)
-    transformer = replace(model.stack.transformer, remat="block")
-    stack = replace(model.stack, transformer=transformer)
+    stack = model.stack
+    if isinstance(stack, RecurFormerConfig):
+        transformer = replace(stack.transformer, remat="block")
+        stack = replace(stack, transformer=transformer)
+    else:
+        assert isinstance(stack, TransformerConfig)
+        stack = replace(stack, remat="block")
     return replace(model, stack=stack, dtype="bfloat16")
 
 
@@ -304,7 +326,9 @@ RUNS: dict[str, Run] = {
             mlp_width=2048,
             mamba=MambaConfig(),
             learning_rate=1e-3,
-            training=TrainingConfig(steps=45_000, batch=256, length=256),
+            training=TrainingConfig(
+                steps=45_000, batch=256, length=256, spikes=SpikeConfig(enabled=False)
+            ),
             reproduces="Fig. 7",
             expected="accuracy in a figure only; at beta 1 far below the rest",
         )

@@ -3,13 +3,16 @@
 The paper's claims in miniature, on two CPU cores and three seeds: a Transformer of
 width 256 is trained on at least 20 MB of English bytes (--steps for some 40 minutes),
 made recursive with two loops, and trained on for a tenth of its tokens: Stepwise,
-Average, Lower and random; additions of rank 8, 32 and 128 from Average, by singular
-values, and of rank 32 from zero; all distilled from the base, Stepwise also without it,
-and with losses at the exits; the base itself trained on alike. Expect Stepwise lowest
-of the bare inits, singular values below zero, a lower loss with the teacher, and exits
-that cost little. Prints held-out nats a byte over tokens; `stepwise_exits` has
-exits.json and exits.png. A set that was stopped, by Ctrl-C or --minutes, goes on with
-the same command; --cases says which part of the grid to do.
+Average and Lower, and a random block between the pretrained embedding and head;
+additions of rank 8, 32 and 128 from Average, by singular values, and of rank 32 from
+zero; all distilled from the base, Stepwise also without it, with losses at the exits,
+and with the paper's tied norms; the base itself trained on alike. The paper's two
+baselines start from nothing and have the same teacher and tokens: `random`, a recursive
+model, and `reduced`, an ordinary one of six layers. Expect Stepwise lowest of the bare
+inits and far below both baselines, singular values below zero, a lower loss with the
+teacher, and exits that cost little. Prints held-out nats a byte over tokens;
+`stepwise_exits` has exits.json and exits.png. A set that was stopped, by Ctrl-C or
+--minutes, goes on with the same command; --cases says which part of the grid to do.
 
     python experiments/relaxed_recursive_transformer/byte_model.py --text english.txt
     python experiments/relaxed_recursive_transformer/byte_model.py --text english.txt \
@@ -25,6 +28,7 @@ from rich.console import Console
 from uptraining_set import (
     Case,
     Set,
+    baselines,
     chosen,
     next_token,
     stopped_after,
@@ -84,10 +88,16 @@ def exits(teacher: FrozenModel) -> Objective:
 
 
 CASES = (
-    Case(name="base_on", convert=None, objective=next_token),
+    Case(name="base_on", objective=next_token),
+    *baselines(LOOPS),
+    Case(name="random_block", convert=to_recursive(LOOPS, "random")),
     *(
         Case(name=init, convert=to_recursive(LOOPS, init))
-        for init in ("random", "average", "lower", "stepwise")
+        for init in ("average", "lower", "stepwise")
+    ),
+    *(
+        Case(name=f"{init}_tied", convert=to_recursive(LOOPS, init, tied=True))
+        for init in ("average", "stepwise")
     ),
     Case(
         name="stepwise_alone",

@@ -5,7 +5,7 @@ each one's tokenizer, then they train:
 
     recurjax convert from-hf google/gemma-2b runs/gemma
     recurjax data prepare --out data/slimpajama_gemma \
-        --corpus 'slimpajama/*.jsonl' --format jsonl --tokenizer gemma/tokenizer.json
+        --corpus 'slimpajama/*.jsonl' --format jsonl --tokenizer runs/gemma/tokenizer
     recurjax convert to-recursive runs/gemma runs/gemma_b2_stepwise_start --loops 2 \
         --rank 0
     recurjax convert to-recursive runs/gemma runs/gemma_b2_rank64_start --loops 2 \
@@ -13,9 +13,15 @@ each one's tokenizer, then they train:
     recurjax train \
         experiments/relaxed_recursive_transformer/runs.py:gemma_b2_stepwise_15b
 
-A run starts from runs/NAME_start, NAME without its tokens. The teacher of the 60B runs
-is the full-size model uptrained on 15B tokens (of TinyLlama the pretrained one); a
-distilled model starts where the others do. Exits are trained for 15B more tokens.
+A run starts from runs/NAME_start, NAME without its tokens and its objective, which a
+conversion makes by the words in NAME: bI: --loops I; stepwise, average, lower or
+fixed_start: --init; norm_choice or norm_zero: --norms; rankR alone: --init average
+--rank R; svd or zero: --adapters; random_block: --init random. A random row starts from
+no pretrained weight. Rows take vocabulary and sizes from runs/gemma, runs/tinyllama and
+runs/pythia. While a directory is not there, the config that its checkpoint has stands
+in, which is enough to plan a row. The teacher of the 60B runs is the full-size model
+uptrained on 15B tokens (of TinyLlama the pretrained one); a distilled model starts
+where the others do. Exits are trained for 15B more tokens.
 
 Source: appendix E and tables F.1 and J.1. AdamW, 2e-4, cosine, warm-up 200 steps of 15B
 tokens and 800 of 60B, 2,048 tokens a row, 2M tokens a step, bfloat16. What it leaves
@@ -31,9 +37,9 @@ from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Rope
-from recurjax.losses.divergence import FrozenModel
+from recurjax.losses.divergence import Divergence, FrozenModel
 from recurjax.model import ModelConfig
-from recurjax.run_table import Run
+from recurjax.run_table import Run, model_in
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import Distilled, Exits, NextToken, Objective
 from recurjax.training.optimizers import AdamW, Cosine
@@ -103,10 +109,31 @@ def _pythia() -> ModelConfig:
         parallel_residual=True,
         remat="block",
     )
-    return ModelConfig(vocabulary=50304, stack=stack, final_norm=norm, dtype="bfloat16")
+    return ModelConfig(
+        # The tokenizer's tokens; the tables have more rows, which nothing reads.
+        vocabulary=50277,
+        pad_vocabulary_to=50304,
+        stack=stack,
+        final_norm=norm,
+        dtype="bfloat16",
+    )
 
 
-BASES = {"gemma": _gemma(), "tinyllama": _tinyllama(), "pythia": _pythia()}
+def _imported(base: str, planned: ModelConfig) -> ModelConfig:
+    """Returns the config of `runs/BASE`; the planned one while nothing is there."""
+    model = model_in(f"runs/{base}")
+    if model is None:
+        return planned
+    assert isinstance(model.stack, TransformerConfig)
+    stack = replace(model.stack, remat="block")
+    return replace(model, stack=stack, dtype="bfloat16")
+
+
+BASES = {
+    "gemma": _imported("gemma", _gemma()),
+    "tinyllama": _imported("tinyllama", _tinyllama()),
+    "pythia": _imported("pythia", _pythia()),
+}
 
 
 def recursive(base: str, *, loops: int, rank: int = 0) -> ModelConfig:
@@ -187,11 +214,14 @@ def _run(
     return Run(make=make, reproduces=reproduces, expected=expected)
 
 
-def _distilled(base: str) -> Distilled:
-    return Distilled(teacher=teacher(base), vocabulary_chunks=CHUNKS)
+def _distilled(base: str, divergence: Divergence = "forward_kl") -> Distilled:
+    return Distilled(
+        teacher=teacher(base), divergence=divergence, vocabulary_chunks=CHUNKS
+    )
 
 
 F1 = "Table F.1"
+LOOPS = (("gemma", 2), ("gemma", 3), ("tinyllama", 2), ("pythia", 2))
 PERPLEXITY = {
     ("gemma", 2, "stepwise"): 12.85,
     ("gemma", 2, "average"): 15.15,
@@ -209,13 +239,25 @@ PERPLEXITY = {
     ("pythia", 2, "random"): 24.45,
 }
 """SlimPajama's, after 15B tokens, by base, loops and init."""
-FULL = {"gemma": 10.76, "pythia": 13.46}
-REDUCED = {
-    ("gemma", 2): 22.63,
-    ("gemma", 3): 24.44,
-    ("tinyllama", 2): 16.61,
-    ("pythia", 2): 25.69,
+FULL = {
+    ("gemma", 15): 10.76,
+    ("gemma", 60): 10.58,
+    ("tinyllama", 15): 9.87,
+    ("tinyllama", 60): 9.59,
+    ("pythia", 15): 13.46,
+    ("pythia", 60): 12.83,
 }
+"""SlimPajama's, of the full size, by base and billions of tokens."""
+REDUCED = dict(zip(LOOPS, (22.63, 24.44, 16.61, 25.69), strict=True))
+VARIANTS = {
+    "fixed_start": ("Figure F.1a", "above stepwise; of Pythia about as stepwise"),
+    "average_norm_choice": ("Figure F.1b", "about as average"),
+    "average_norm_zero": ("Figure F.1b", "above average; of TinyLlama, Pythia far"),
+}
+"""Of two loops: what reproduces each, and its training loss."""
+DIVERGENCES: tuple[Divergence, ...] = (
+    *("forward_kl", "reverse_kl", "jensen_shannon", "total_variation"),
+)
 EXITS = {
     "weighted": (Exits(weights="weighted", self_distillation=0.0), "50.5, loop 1 49.8"),
     "aggressive": (Exits(self_distillation=0.0), "52.5, loop 1 47.1"),
@@ -226,43 +268,108 @@ EXITS = {
 
 
 def _table() -> dict[str, Run]:
-    runs: dict[str, Run] = {}
-    for base, figure in FULL.items():
-        says = f"SlimPajama perplexity {figure}"
-        model = BASES[base]
-        runs[f"{base}_full_15b"] = _run(base, model, base, f"{F1}, full size", says)
-        runs[f"{base}_full_60b"] = _run(
-            base, model, base, "Figure 4, full size", "the reference", billions=60
-        )
-    for (base, loops, init), figure in PERPLEXITY.items():
-        stem = f"{base}_b{loops}_{init}"
-        # A random block is drawn by the converter: embeddings and head are kept.
-        runs[f"{stem}_15b"] = _run(
+    return (
+        _full_and_reduced()
+        | _initialized()
+        | _relaxed()
+        | _distilled_on_60b()
+        | _with_exits()
+    )
+
+
+def _full_and_reduced() -> dict[str, Run]:
+    """Models that are not recursive: Tables 2 and F.1, Figure 4."""
+    runs = {}
+    for (base, billions), figure in FULL.items():
+        # Table F.1 has TinyLlama's pretrained model as its full size.
+        table = "Tables 2, F.1" if billions == 15 and base != "tinyllama" else "Table 2"
+        runs[f"{base}_full_{billions}b"] = _run(
             base,
-            recursive(base, loops=loops),
-            f"{stem}_start",
-            f"{F1}, {loops} loops, {init}",
+            BASES[base],
+            base,
+            f"{table}, full size",
             f"SlimPajama perplexity {figure}",
+            billions=billions,
         )
     for (base, loops), figure in REDUCED.items():
-        model = reduced(base, loops=loops)
+        layers = BASES[base].stack.layers // loops
         runs[f"{base}_reduced_b{loops}_15b"] = _run(
             base,
-            model,
+            reduced(base, loops=loops),
             None,
-            f"{F1}, {BASES[base].stack.layers // loops} layers from scratch",
+            f"{F1}, {layers} layers from scratch",
             f"SlimPajama perplexity {figure}",
         )
         runs[f"{base}_reduced_b{loops}_60b"] = _run(
             base,
-            model,
+            reduced(base, loops=loops),
             None,
             "Figure 4, reduced size, distilled",
             "below the recursive model of its size",
             billions=60,
             objective=_distilled(base),
         )
-    for base, loops in REDUCED:
+    return runs
+
+
+def _initialized() -> dict[str, Run]:
+    """Recursive models by init: Table F.1, Figures 5, F.1 and F.2."""
+    runs = {}
+    for (base, loops, init), figure in PERPLEXITY.items():
+        stem = f"{base}_b{loops}_{init}"
+        runs[f"{stem}_15b"] = _run(
+            base,
+            recursive(base, loops=loops),
+            # The paper's random baseline has no pretrained weights at all.
+            None if init == "random" else f"{stem}_start",
+            f"{F1}, {loops} loops, {init}",
+            f"SlimPajama perplexity {figure}",
+        )
+        if init == "random":
+            runs[f"{stem}_block_15b"] = _run(
+                base,
+                recursive(base, loops=loops),
+                f"{stem}_block_start",
+                "no table: a random block between the pretrained embedding and head",
+                "between random and lower",
+            )
+    for base in BASES:
+        for variant, (figure, expected) in VARIANTS.items():
+            stem = f"{base}_b2_{variant}"
+            runs[f"{stem}_15b"] = _run(
+                base, recursive(base, loops=2), f"{stem}_start", figure, expected
+            )
+    return runs
+
+
+def _relaxed() -> dict[str, Run]:
+    """Gemma's additions by init, start and rank: Figures 6 and 7a."""
+    runs = {}
+    expected = {
+        "stepwise": "rank 512 no better than none, the middle ranks worse",
+        "average": "better with rank; the best of the inits at 512",
+        "lower": "better with rank",
+    }
+    for init, says in expected.items():
+        for adapters in ("svd", "zero"):
+            for rank in RANKS:
+                figures = ["Figure 7a"] if adapters == "svd" else []
+                figures += ["Figure 6"] if rank == 512 else []
+                stem = f"gemma_b2_{init}_rank{rank}_{adapters}"
+                runs[f"{stem}_15b"] = _run(
+                    "gemma",
+                    recursive("gemma", loops=2, rank=rank),
+                    f"{stem}_start",
+                    f"{' and '.join(figures) or 'no table'}, {init}, {adapters}",
+                    says if adapters == "svd" else "below svd by up to 6.5 points",
+                )
+    return runs
+
+
+def _distilled_on_60b() -> dict[str, Run]:
+    """Figures 4, 7b and 7c, and the divergences of Table I.1."""
+    runs = {}
+    for base, loops in LOOPS:
         runs[f"{base}_b{loops}_stepwise_60b"] = _run(
             base,
             recursive(base, loops=loops),
@@ -282,6 +389,21 @@ def _table() -> dict[str, Run]:
                 billions=60,
                 objective=_distilled(base),
             )
+    for divergence in DIVERGENCES:
+        runs[f"gemma_b2_stepwise_{divergence}_15b"] = _run(
+            "gemma",
+            recursive("gemma", loops=2),
+            "gemma_b2_stepwise_start",
+            f"Table I.1, distilled by {divergence.replace('_', ' ')}",
+            "forward KL the best of the four",
+            objective=_distilled("gemma", divergence),
+        )
+    return runs
+
+
+def _with_exits() -> dict[str, Run]:
+    """Tables 3 and J.1: exits of the 15B model, then of those of Figure 8."""
+    runs = {}
     for kind, (objective, says) in EXITS.items():
         runs[f"gemma_b2_exits_{kind}_15b"] = _run(
             "gemma",
@@ -291,6 +413,17 @@ def _table() -> dict[str, Run]:
             f"few-shot average {says}",
             objective=replace(objective, vocabulary_chunks=CHUNKS),
         )
+    for base, loops in LOOPS:
+        for rank in (0, *RANKS):
+            stem = f"{base}_b{loops}_" + (f"rank{rank}" if rank else "stepwise")
+            runs[f"{stem}_exits_15b"] = _run(
+                base,
+                recursive(base, loops=loops, rank=rank),
+                f"rrt_{stem}_60b",
+                "Table J.1 and Figure 8, exits of the 60B model",
+                "the last loop as it was; loop 1 some points below",
+                objective=Exits(vocabulary_chunks=CHUNKS),
+            )
     return runs
 
 

@@ -22,11 +22,16 @@ from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json
 from recurjax.losses.divergence import FrozenModel
+from recurjax.model import ModelConfig
 from recurjax.training.loop import train
 from recurjax.training.objective import Distilled, NextToken, Objective
 from recurjax.training.run import RunDirectory
 from recurjax.training.run.metrics import read_rows
 from recurjax.training.sweep import seeded
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer import TransformerConfig
 
 Losses = dict[str, float]
 """Held-out nats a token by the tokens trained on."""
@@ -39,12 +44,15 @@ class Case:
     Attributes:
       name: of the run, and of its row in the table.
       convert: options of `recurjax convert to-recursive`; None: the base as it is.
+      scratch: instead of a conversion, makes of the base's model one that is trained
+        from nothing, as the paper's baselines.
       objective: of the uptraining, from the teacher; None: distilled from it.
       exits: afterwards score its exits: exits.json and exits.png in the run.
     """
 
     name: str
-    convert: tuple[str, ...] | None
+    convert: tuple[str, ...] | None = None
+    scratch: Callable[[ModelConfig], ModelConfig] | None = None
     objective: Callable[[FrozenModel], Objective] | None = None
     exits: bool = False
 
@@ -99,7 +107,14 @@ class Set:
                 self._convert(case, start)
         make = case.objective
         objective = Distilled(teacher=teacher) if make is None else make(teacher)
-        run = seeded(replace(self.recipe(start, case.name), objective=objective), seed)
+        run = replace(self.recipe(start, case.name), objective=objective)
+        if case.scratch is not None:
+            run = replace(
+                run,
+                model=case.scratch(run.model),
+                training=replace(run.training, start_from=None),
+            )
+        run = seeded(run, seed)
         root = self.runs / run.name
         self.console.rule(run.name)
         if train(run, root, console=self.console).outcome != "finished":
@@ -177,6 +192,7 @@ def table_of(losses: Mapping[str, Sequence[Losses]]) -> str:
     The spread is the highest less the lowest; a single seed has none.
     """
     columns = list(dict.fromkeys(c for rows in losses.values() for c in rows[0]))
+    columns.sort(key=lambda column: column != "start")  # which baselines have not
     lines = [
         "| held-out nats a token | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -191,11 +207,37 @@ def table_of(losses: Mapping[str, Sequence[Losses]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_recursive(loops: int, init: str, rank: int = 0, adapters: str = "svd"):
-    """Returns options of a conversion with norms of each depth's own."""
-    words = ("--loops", str(loops), "--init", init, "--no-tie-norms")
-    words += ("--rank", str(rank))
+def to_recursive(
+    loops: int, init: str, rank: int = 0, adapters: str = "svd", *, tied: bool = False
+) -> tuple[str, ...]:
+    """Returns options of a conversion; `tied`: the loops share their norms."""
+    words = ("--loops", str(loops), "--init", init, "--rank", str(rank))
+    words += () if tied else ("--no-tie-norms",)
     return (*words, "--adapters", adapters) if rank else words
+
+
+def baselines(loops: int, prefix: str = "") -> list[Case]:
+    """Returns the paper's baselines of a recursive model's size, trained from nothing.
+
+    `random` is the recursive model, `reduced` an ordinary one of the block's layers.
+    """
+
+    def random(base: ModelConfig) -> ModelConfig:
+        assert isinstance(base.stack, TransformerConfig)
+        stack = RelaxedRecursiveTransformerConfig(
+            transformer=base.stack, loops=loops, tie_norms=False
+        )
+        return replace(base, stack=stack)
+
+    def reduced(base: ModelConfig) -> ModelConfig:
+        assert isinstance(base.stack, TransformerConfig)
+        layers = base.stack.layers // loops
+        return replace(base, stack=replace(base.stack, layers=layers))
+
+    return [
+        Case(name=f"{prefix}random", scratch=random),
+        Case(name=f"{prefix}reduced", scratch=reduced),
+    ]
 
 
 def _at_start(start: Path) -> float | None:

@@ -45,9 +45,9 @@ def _layer(x, w, document, spec):
     at, H = jnp.arange(x.shape[1]), spec.heads  # positions
     m = spec.alibi_max_bias
     slopes = jnp.zeros(H) if m is None else 2.0 ** (-m * jnp.arange(1, H + 1) / H)
-    normed = _norm(x, w.attention_norm_scale, w.attention_norm_bias, spec, "norm")
-    q = _heads(normed, w.w_q, w.b_q, w.q_norm_scale, w.q_norm_bias, at, spec)
-    temporary = _pair(normed, w, at, spec)
+    normed = norm(x, w.attention_norm_scale, w.attention_norm_bias, spec, "norm")
+    q = heads(normed, w.w_q, w.b_q, w.q_norm_scale, w.q_norm_bias, at, spec)
+    temporary = pair(normed, w, at, spec)
 
     def position(persistent, i):
         # Temporary pairs of i's own block (of i alone at block 1), persistent before.
@@ -63,36 +63,36 @@ def _layer(x, w, document, spec):
         p = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)
         a = jnp.einsum("bhs,bshe,hed->bd", p, v, w.w_out)
         y = x[:, i] + spec.residual_scale * (a if w.b_out is None else a + w.b_out)
-        normed = _norm(y, w.mlp_norm_scale, w.mlp_norm_bias, spec, "norm")
-        z = y + spec.residual_scale * _mlp(normed, w, spec.activation)
+        normed = norm(y, w.mlp_norm_scale, w.mlp_norm_bias, spec, "norm")
+        z = y + spec.residual_scale * mlp(normed, w, spec.activation)
         source = z
         if spec.normed_persistent:
-            source = _norm(
+            source = norm(
                 z, w.attention_norm_scale, w.attention_norm_bias, spec, "norm"
             )
-        new = _pair(source[:, None], w, i[None], spec)
-        pair = [
+        new = pair(source[:, None], w, i[None], spec)
+        pairs = [
             old.at[:, i].set(n[:, 0]) for old, n in zip(persistent, new, strict=True)
         ]
-        return pair, z
+        return pairs, z
 
     _, z = jax.lax.scan(position, [jnp.zeros_like(part) for part in temporary], at)
     return z.swapaxes(0, 1)
 
 
-def _pair(n, w, at, spec):
+def pair(n, w, at, spec):
     """Returns the keys and values that rows n [B, T, D] at positions `at` give."""
     v = jnp.einsum("btd,dke->btke", n, w.w_v)
-    k = _heads(n, w.w_k, w.b_k, w.k_norm_scale, w.k_norm_bias, at, spec)
+    k = heads(n, w.w_k, w.b_k, w.k_norm_scale, w.k_norm_bias, at, spec)
     return k, v if w.b_v is None else v + w.b_v
 
 
-def _heads(n, weight, bias, scale, shift, at, spec):
+def heads(n, weight, bias, scale, shift, at, spec):
     """Projects n [B, T, D] into heads, qk-normalised over all of them and rotated."""
     y = jnp.einsum("btd,dhe->bthe", n, weight)
     y = y if bias is None else y + bias
     flat = y.reshape(*y.shape[:2], -1)
-    y = _norm(flat, scale, shift, spec, "qk_norm").reshape(y.shape)
+    y = norm(flat, scale, shift, spec, "qk_norm").reshape(y.shape)
     if spec.rope_base is None:
         return y
     half = spec.rope_width // 2
@@ -102,7 +102,7 @@ def _heads(n, weight, bias, scale, shift, at, spec):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def _norm(y, scale, bias, spec, name):
+def norm(y, scale, bias, spec, name):
     """RMSNorm, LayerNorm or nothing over the last axis, then scale and bias."""
     kind, eps = getattr(spec, name), getattr(spec, f"{name}_eps")
     if kind != "none":
@@ -112,7 +112,7 @@ def _norm(y, scale, bias, spec, name):
     return y if bias is None else y + bias
 
 
-def _mlp(n, w, activation):
+def mlp(n, w, activation):
     """act(n W_up) W_down, or (act(n W_gate) * (n W_up)) W_down."""
     act = {
         "gelu": partial(jax.nn.gelu, approximate=False),

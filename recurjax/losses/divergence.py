@@ -5,9 +5,9 @@ All their logits are made together, in one piece or in chunks of the vocabulary,
 each product with a head is made once whatever is compared with what.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,14 @@ from recurjax.layers.mesh import as_matrix
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import IGNORED, Array
 
+S = TypeVar("S")
+
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+"""Of a prediction p from a teacher's q, with m = (p + q) / 2:
+
+forward_kl: KL(q || p); reverse_kl: KL(p || q); jensen_shannon: (KL(q || m) +
+KL(p || m)) / 2; total_variation: sum |p - q| / 2."""
+
 
 class Teacher(NamedTuple):
     """Another model's view of the same tokens.
@@ -26,11 +34,13 @@ class Teacher(NamedTuple):
       model: gives head, padding and soft cap; of the same vocabulary.
       x: its states, from `model.hidden`; their width may be another.
       temperature: t of softmax(logits / t), on both sides of the comparison.
+      divergence: see `Divergence`. Every one but the forward KL reads the heads twice.
     """
 
     model: Decoder
     x: Float[Array, "B T W"]
     temperature: float
+    divergence: Divergence = "forward_kl"
 
 
 class ExitLosses(NamedTuple):
@@ -40,7 +50,8 @@ class ExitLosses(NamedTuple):
       nats: -log p_i(target).
       from_last: KL(p_N || p_i) of all but the last, no gradient in p_N; None unless
         asked for.
-      from_teacher: t^2 KL(q || p_i) at the teacher's temperature t; None without one.
+      from_teacher: t^2 times the teacher's divergence of p_i from q, both at its
+        temperature t; None without one.
     """
 
     nats: Float[Array, "N B T"]
@@ -92,7 +103,17 @@ def exit_losses(
     # The log-normalizer at temperature 1 is cross-entropy's; divergences have their own
     # at the teacher's temperature.
     nats = [sums.normalizer(i, 1.0) - sums.chosen[i] for i in range(N)]
-    apart = [sums.divergence(pair) * pair.temperature**2 for pair in pairs]
+    if teacher is None or teacher.divergence == "forward_kl":
+        apart = [sums.divergence(pair) for pair in pairs]
+    else:
+        near_last = len(pairs) - N
+        apart = [sums.divergence(pair) for pair in pairs[:near_last]]
+        apart += _second_walk(
+            views, pairs[near_last:], sums, teacher.divergence, chunks
+        )
+    apart = [
+        each * pair.temperature**2 for each, pair in zip(apart, pairs, strict=True)
+    ]
     inner, outer = (apart[: N - 1], apart[N - 1 :]) if to_last else ([], apart)
     return ExitLosses(
         nats=where_counted(nats),
@@ -150,10 +171,6 @@ def _streamed(
     views: list[_View], pairs: list[_Pair], labels: Array, predictions: int, chunks: int
 ) -> _Sums:
     """Sums over the vocabulary, the logits of one piece at a time."""
-    V = views[0].model.config.vocabulary
-    heads = [view.model.head_weight() for view in views]  # [D, W]
-    # Heads may be padded differently; the widest decides, and the rest is padding.
-    width = -(-max(head.shape[1] for head in heads) // chunks)
     dtype = jnp.promote_types(views[0].x.dtype, jnp.float32)
     # One running sum for each view at each temperature that is asked for, however many
     # pairs read it.
@@ -161,18 +178,9 @@ def _streamed(
     for pair in pairs:
         scales |= {(pair.near, pair.temperature), (pair.far, pair.temperature)}
 
-    def add(sums: _Sums, pieces: list[Array], number: Array | int) -> _Sums:
-        """Adds the columns number, number + chunks, ... of every view."""
-        known = number + chunks * jnp.arange(width) < V
-        logits = []
-        for view, piece in zip(views, pieces, strict=True):
-            product = jnp.einsum(
-                "...d,dv->...v",
-                view.x,
-                piece.astype(view.x.dtype),
-                preferred_element_type=dtype,
-            )
-            logits.append(view.model.cap(product))
+    def add(
+        sums: _Sums, logits: list[Array], known: Array, number: Array | int
+    ) -> _Sums:
         peaks, totals, fading = {}, {}, {}
         for key in scales:
             i, temperature = key
@@ -206,12 +214,6 @@ def _streamed(
         ]
         return _Sums(peaks, totals, chosen, apart)
 
-    # Chunk i holds the columns i, i + chunks, ...: the long axis stays the sharded one.
-    def cut(head: Array) -> Array:
-        D, W = head.shape
-        padded = jnp.pad(head, ((0, 0), (0, width * chunks - W)))
-        return jnp.moveaxis(padded.reshape(D, width, chunks), 2, 0)  # [chunks, D, V/n]
-
     zeros = jnp.zeros(labels.shape, dtype)
     least = jnp.full(labels.shape, jnp.finfo(dtype).min, dtype)
     start = _Sums(
@@ -220,15 +222,98 @@ def _streamed(
         chosen=[zeros] * predictions,
         apart=dict.fromkeys(pairs, zeros),
     )
+    return _walk(views, add, start, chunks)
+
+
+def _second_walk(
+    views: list[_View],
+    pairs: list[_Pair],
+    sums: _Sums,
+    divergence: Divergence,
+    chunks: int,
+) -> list[Array]:
+    """Sums a divergence that needs both normalizers before its first term."""
+
+    def term(q: Array, p: Array) -> Array:
+        """Returns one token's part, from log-probabilities."""
+        if divergence == "reverse_kl":
+            return jnp.exp(p) * (p - q)
+        if divergence == "total_variation":
+            return jnp.abs(jnp.exp(q) - jnp.exp(p)) / 2
+        m = jnp.logaddexp(q, p) - jnp.log(2.0)
+        return (jnp.exp(q) * (q - m) + jnp.exp(p) * (p - m)) / 2
+
+    def add(
+        totals: list[Array], logits: list[Array], known: Array, number: Array | int
+    ) -> list[Array]:
+        def of_view(view: int, temperature: float) -> Array:
+            normalizer = sums.normalizer(view, temperature)
+            return logits[view] / temperature - normalizer[..., None]
+
+        terms = [
+            term(
+                jax.lax.stop_gradient(of_view(pair.near, pair.temperature)),
+                of_view(pair.far, pair.temperature),
+            )
+            for pair in pairs
+        ]
+        return [
+            total + jnp.where(known, each, 0).sum(-1)
+            for total, each in zip(totals, terms, strict=True)
+        ]
+
+    first = pairs[0]
+    zeros = jnp.zeros_like(sums.totals[first.near, first.temperature])
+    return _walk(views, add, [zeros] * len(pairs), chunks)
+
+
+def _walk(
+    views: list[_View],
+    add: Callable[[S, list[Array], Array, Array | int], S],
+    start: S,
+    chunks: int,
+) -> S:
+    """Walks over the vocabulary, the logits of one piece at a time.
+
+    Args:
+      add: (sums, logits of each view, which of them the vocabulary has, number of the
+        piece); piece i has the columns i, i + chunks, ...
+      start: the sums before the first piece.
+    """
+    V = views[0].model.config.vocabulary
+    heads = [view.model.head_weight() for view in views]  # [D, W]
+    # Heads may be padded differently; the widest decides, and the rest is padding.
+    width = -(-max(head.shape[1] for head in heads) // chunks)
+    dtype = jnp.promote_types(views[0].x.dtype, jnp.float32)
+
+    def turn(sums: S, pieces: list[Array], number: Array | int) -> S:
+        logits = []
+        for view, piece in zip(views, pieces, strict=True):
+            product = jnp.einsum(
+                "...d,dv->...v",
+                view.x,
+                piece.astype(view.x.dtype),
+                preferred_element_type=dtype,
+            )
+            logits.append(view.model.cap(product))
+        known = number + chunks * jnp.arange(width) < V
+        return add(sums, logits, known, number)
+
+    # Chunk i holds the columns i, i + chunks, ...: the long axis stays the sharded one.
+    def cut(head: Array) -> Array:
+        D, W = head.shape
+        padded = jnp.pad(head, ((0, 0), (0, width * chunks - W)))
+        return jnp.moveaxis(padded.reshape(D, width, chunks), 2, 0)  # [chunks, D, V/n]
+
     pieces = [cut(head) for head in heads]
     # In one piece there is nothing to make again: the logits stay for the backward
     # pass.
     if chunks == 1:
-        return add(start, [piece[0] for piece in pieces], 0)
+        return turn(start, [piece[0] for piece in pieces], 0)
 
     @jax.checkpoint
-    def body(sums: _Sums, turn: tuple[list[Array], Array]) -> tuple[_Sums, None]:
-        return add(sums, *turn), None
+    def body(sums: S, inputs: tuple[list[Array], Array]) -> tuple[S, None]:
+        return turn(sums, *inputs), None
 
     return jax.lax.scan(body, start, (pieces, jnp.arange(chunks)))[0]
 

@@ -324,11 +324,20 @@ def _refuse_damaged_shards(experiment: Experiment) -> None:
 
 
 def _refuse_another_vocabulary(experiment: Experiment, dataset: AnyDataset) -> None:
-    if dataset.vocabulary != experiment.model.vocabulary:
-        raise UserError(
-            f"the tokenizer has {dataset.vocabulary} tokens and the model "
-            f"{experiment.model.vocabulary}: set --model.vocabulary to the former"
+    model = experiment.model
+    if dataset.vocabulary == model.vocabulary:
+        return
+    fix = f"set --model.vocabulary {dataset.vocabulary}"
+    # An imported checkpoint's tables have more rows than its tokenizer has tokens.
+    if dataset.vocabulary < model.vocabulary:
+        fix += (
+            f", and --model.pad-vocabulary-to {model.padded_vocabulary} to keep the "
+            f"tables' {model.padded_vocabulary} rows"
         )
+    raise UserError(
+        f"the tokenizer has {dataset.vocabulary} tokens and the model "
+        f"{model.vocabulary}: {fix}"
+    )
 
 
 def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import json
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,6 +20,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from recurjax.data.config import EmbeddedText
 from recurjax.data.corpora import read_corpus
 from tests.cli.commands import recurjax
+from tests.convert.hf_directories import copy_of, rewrite
+from tests.golden.cases import OWN
 
 pytestmark = pytest.mark.slow  # A step for eight devices takes long to compile.
 
@@ -46,32 +49,80 @@ def place(tmp_path, monkeypatch):
     text = document.text[:300_000]
     size = len(text) // DOCUMENTS
     texts = [text[size * i : size * (i + 1)] for i in range(DOCUMENTS)]
-    for folder in ("c4/en", "pg19/train", "fineweb_edu", "t5", "gpt2", "llama2"):
+    folders = ("c4/en", "pg19/train", "fineweb_edu", "slimpajama", "wikipedia")
+    for folder in (*folders, "t5", "gpt2", "llama2"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "slimpajama" / "0.jsonl").write_text(
+        "".join(json.dumps({"text": each}) + "\n" for each in texts)
+    )
+    (tmp_path / "wikipedia.txt").write_text(text[:3000])
     with gzip.open(tmp_path / "c4" / "en" / "part.json.gz", "wt") as file:
         file.writelines(json.dumps({"text": each}) + "\n" for each in texts)
     for number, each in enumerate(texts):
         (tmp_path / "pg19" / "train" / f"{number:02}.txt").write_text(each)
     table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, tmp_path / "fineweb_edu" / "0.parquet")
-    # By name: BOS and EOS of each, and how many tokens there are.
+    for folder in ("fineweb_edu", "wikipedia"):
+        pyarrow.parquet.write_table(table, tmp_path / folder / "0.parquet")
+    # By name: BOS and EOS of each, and the count of its tokens.
     shapes = {
         "t5": (32100, ["<pad>", "</s>", "<unk>"]),
         "gpt2": (50257, ["<|endoftext|>"]),
         "llama2": (32000, ["<unk>", "<s>", "</s>"]),
     }
     for name, (vocabulary, special) in shapes.items():
-        # Bytes, and words that never occur: as many as the paper's, no merges.
-        words = special + sorted(ByteLevel.alphabet())
-        words += [f"word{n}" for n in range(vocabulary - len(words))]
-        ids = {word: number for number, word in enumerate(words)}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
-        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        tokenizer.add_special_tokens(special)
-        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        write_tokenizer(tmp_path / name, vocabulary, special)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def write_tokenizer(folder: Path, vocabulary: int, special: list[str]) -> None:
+    """Writes bytes and words that never occur: as many as the paper's, no merges."""
+    words = special + sorted(ByteLevel.alphabet())
+    words += [f"word{n}" for n in range(vocabulary - len(words))]
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_checkpoint(folder: Path, golden: str, *, tokens: int, rows: int) -> None:
+    """Writes a tiny Hugging Face checkpoint with the real sizes of its vocabulary.
+
+    Args:
+      golden: the case that has the architecture.
+      tokens: of the tokenizer.
+      rows: of embedding and head.
+    """
+    copy_of(OWN / "hf" / golden, folder, vocab_size=rows)
+
+    def grown(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        tables = ("embed_in.weight", "embed_tokens.weight", "embed_out.weight")
+        return {
+            name: np.resize(each, (rows, each.shape[1]))
+            if name.endswith((*tables, "lm_head.weight"))
+            else each
+            for name, each in tensors.items()
+        }
+
+    rewrite(folder, grown)
+    write_tokenizer(folder, tokens, ["<bos>", "<eos>"])
+
+
+def done(*words: str) -> None:
+    """Runs a command, which must succeed."""
+    answer = recurjax(*words)
+    assert answer[0] == 0, answer
+
+
+def trained(paper: str, row: str, *options: str) -> dict:
+    """Trains a row for a step and returns the run's config."""
+    table = ROOT / "experiments" / paper / "runs.py"
+    answer = recurjax("train", f"{table}:{row}", *SHORT, *options)
+    assert answer[0] == 0 and "finished at step 1" in answer[1], answer
+    prefix = {"relaxed_recursive_transformer": "rrt_", "recurformer": "recurformer_"}
+    return json.loads(Path(f"runs/{prefix[paper]}{row}/config.json").read_text())
 
 
 def start(paper: str, *, bpe: str | None = None, tiny: dict[str, dict[str, str]]):
@@ -122,3 +173,56 @@ def test_the_latent_recurrent_transformer_on_fineweb(place, unoptimized):
     tiny |= {"--model.vocabulary": "300", "--training.length": "32"}
     paper = "latent_recurrent_transformer"
     start(paper, bpe="nanochat-bpe:300", tiny={"": tiny})
+
+
+TEXT = ["--training.length", "16"]
+
+
+def test_relaxed_recursive_transformers_from_gemma(place, unoptimized):
+    paper = "relaxed_recursive_transformer"
+    write_checkpoint(place / "google/gemma-2b", "gemma", tokens=256_000, rows=256_000)
+    *prepares, train = documented(paper)
+    for words in prepares:
+        done(*words)
+    row = train[1].partition(":")[2]
+    model = trained(paper, row, *TEXT)["model"]
+    assert (model["vocabulary"], model["stack"]["transformer"]["width"]) == (
+        256_000,
+        32,
+    )
+
+
+def test_relaxed_recursive_transformers_from_pythia(place, unoptimized):
+    """Its tables have more rows than its tokenizer has tokens."""
+    paper = "relaxed_recursive_transformer"
+    place = place / "google" / "pythia-2b"
+    write_checkpoint(place, "gpt_neox", tokens=50_277, rows=50_304)
+    *prepares, _ = documented(paper)
+    for words in prepares:
+        done(*(word.replace("gemma", "pythia") for word in words))
+    full = trained(paper, "pythia_full_15b", *TEXT)["model"]
+    assert (full["vocabulary"], full["pad_vocabulary_to"]) == (50_277, 50_304)
+    distilled = trained(paper, "pythia_b2_rank64_60b", *TEXT)
+    assert distilled["objective"]["teacher"]["model"] == full
+    random = trained(paper, "pythia_b2_random_15b", *TEXT)
+    assert random["training"]["start_from"] is None
+    assert random["model"]["stack"]["transformer"] == full["stack"]
+
+
+def test_recurformer_from_qwen2(place, unoptimized):
+    """Its tables have more rows than its tokenizer has tokens."""
+    model, rows = "qwen2_0_5b", 151_936
+    name = "meta-llama/Llama-2-7b-hf"
+    write_checkpoint(place / name, "qwen2", tokens=151_646, rows=rows)
+    *prepares, train = documented("recurformer")
+    hash_hop = next(words for words in prepares if "hash_hop.jsonl" in words)
+    prepares.remove(hash_hop)
+    small = ["--length", "32", "--samples", "4", "--dt-rank", "4"]
+    for words in prepares:
+        words = [word.replace("llama2_7b", model) for word in words]
+        words = [word.replace("llama2", "qwen2") for word in words]
+        done(*words, *(small if words[1] == "to-recurformer" else []))
+    row = train[1].partition(":")[2].replace("llama2_7b", model)
+    for each in (row, row.replace("beta_50", "beta_00")):
+        made = trained("recurformer", each, *TEXT)["model"]
+        assert (made["vocabulary"], made["pad_vocabulary_to"]) == (151_646, rows)

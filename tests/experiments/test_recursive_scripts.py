@@ -32,15 +32,18 @@ def script(quick_compilation, monkeypatch):
 def test_the_sets_have_every_case_that_the_issue_names(script):
     names = [case.name for case in script("byte_model").CASES]
     assert names == [
-        *("base_on", "random", "average", "lower", "stepwise", "stepwise_alone"),
-        *("stepwise_exits", "rank32_zero", "rank8_svd", "rank32_svd", "rank128_svd"),
+        *("base_on", "random", "reduced", "random_block"),
+        *("average", "lower", "stepwise", "average_tied", "stepwise_tied"),
+        *("stepwise_alone", "stepwise_exits"),
+        *("rank32_zero", "rank8_svd", "rank32_svd", "rank128_svd"),
     ]
     smollm2 = script("smollm2")
     options = smollm2.Options(base=Path("base"), text=Path("text"))
     cases = {case.name: case for case in smollm2.cases(options)}
-    inits = {f"b{b}_{init}" for b in (2, 3) for init in smollm2.INITS}
+    starts = ("random", "reduced", "random_block", "lower", "average", "stepwise")
+    inits = {f"b{b}_{init}" for b in (2, 3) for init in starts}
     ranks = {f"b2_rank{r}_{how}" for r in (64, 256) for how in ("zero", "svd")}
-    assert set(cases) == inits | ranks
+    assert set(cases) == inits | ranks | {"b2_stepwise_tied"} and len(cases) == 17
     assert cases["b2_rank64_zero"].convert == (
         *("--loops", "2", "--init", "average", "--no-tie-norms"),
         *("--rank", "64", "--adapters", "zero"),
@@ -102,7 +105,7 @@ def test_after_its_minutes_a_set_is_told_to_stop(script, monkeypatch):
 @pytest.mark.slow
 def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch):
     byte_model = script("byte_model")
-    wanted = ("base_on", "stepwise_exits", "rank8_svd")
+    wanted = ("base_on", "reduced", "stepwise_exits", "rank8_svd")
     cases = tuple(case for case in byte_model.CASES if case.name in wanted)
     monkeypatch.setattr(byte_model, "CASES", cases)
     text, runs = tmp_path / "text.txt", tmp_path / "runs"
@@ -116,7 +119,7 @@ def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch
         line.split("|")[1].strip() for line in table.splitlines()[2:]
     ] == list(wanted)
     result = json.loads((runs / "results.json").read_text())
-    assert [len(result[name]) for name in wanted] == [2, 2, 2]
+    assert [len(result[name]) for name in wanted] == [2, 2, 2, 2]
     assert set(result["base_on"][0]) == {"128 tokens"}
     scored = json.loads((runs / "stepwise_exits" / "exits.json").read_text())
     assert {item["rule"] for item in scored["exits"]} >= {
@@ -125,14 +128,18 @@ def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch
         "head",
     }
     assert (runs / "stepwise_exits" / "exits.png").is_file()
-    frozen = json.loads((runs / "rank8_svd" / "frozen.json").read_text())
-    assert frozen["run"] == str(runs / "base")
+    for name in ("rank8_svd", "reduced"):
+        frozen = json.loads((runs / name / "frozen.json").read_text())
+        assert frozen["run"] == str(runs / "base")
+    reduced = json.loads((runs / "reduced" / "config.json").read_text())
+    assert reduced["training"]["start_from"] is None
+    assert reduced["model"]["stack"]["layers"] == 2
     # Nothing is trained twice: the rows, and the speeds in them, stay.
     before = {path: path.read_bytes() for path in runs.rglob("metrics.jsonl")}
     assert byte_model.main([*words, "--seeds", "2"]) == 0
     after = {path: path.read_bytes() for path in runs.rglob("metrics.jsonl")}
     assert before == after
-    assert len(after) == 7
+    assert len(after) == 9
     assert capsys.readouterr().out == table
 
     # The other set starts from any run: here the byte model.
@@ -140,10 +147,11 @@ def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(smollm2, "BATCH", 8)  # one row for each of the test's devices
     words = ["--base", str(runs / "base"), "--text", str(text)]
     words += ["--runs", str(tmp_path / "others"), "--loops", "2", "--inits", "lower"]
-    words += ["--ranks", "2", "--tokens", "256", "--length", "32"]
+    words += ["--ranks", "2", "--tokens", "256", "--length", "32", "--seeds", "1"]
+    words += ["--cases", "b2_random", "b2_stepwise_tied", "b2_rank2_svd"]
     assert smollm2.main(words) == 0
     said = capsys.readouterr().out.splitlines()
     rows = [line for line in said if line.startswith("|")]  # conversions speak too
     assert rows[0].startswith("| held-out nats a token | start | 256 tokens |")
     names = [row.split("|")[1].strip() for row in rows[2:]]
-    assert names == ["b2_lower", "b2_rank2_zero", "b2_rank2_svd"]
+    assert names == ["b2_random", "b2_stepwise_tied", "b2_rank2_svd"]

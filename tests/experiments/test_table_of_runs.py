@@ -37,6 +37,15 @@ def test_every_run_is_there_with_what_it_reproduces(paper):
         assert rows[name] == table_of_runs.named(name, runs[name]) + costs
 
 
+@pytest.mark.parametrize("paper", table_of_runs.TABLES)
+def test_a_run_that_reproduces_a_papers_table_skips_no_step(paper):
+    runs = load_runs(table_of_runs.FOLDER / paper / "runs.py").items()
+    rows = [name for name, run in runs if not run.reproduces.startswith("no table")]
+    assert bool(rows) == (paper != "tasks")
+    made = {name: run.make(name) for name, run in runs if name in rows}
+    assert not [name for name in rows if made[name].training.spikes.enabled]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", table_of_runs.TABLES)
 def test_every_run_is_there_with_what_it_costs(paper):
@@ -58,11 +67,11 @@ def test_a_run_of_more_steps_is_planned_by_a_shorter_one(monkeypatch):
     flops = table_of_runs.training_flops(short)
     known = {"flops": flops, "hours": 3.0, "binding": "memory", "mesh": {"data": 8}}
     record = {f"{paper}/base_20_r5": known}
-    entry = table_of_runs.entry_of_a_longer(long, paper, record)
+    entry = table_of_runs.entry_of_same_step(long, paper, record)
     assert entry is not None
     assert entry["hours"] == 3.0 * long.training.steps / short.training.steps
     assert entry["flops"] == table_of_runs.training_flops(long)
-    assert table_of_runs.entry_of_a_longer(other, paper, record) is None
+    assert table_of_runs.entry_of_same_step(other, paper, record) is None
 
 
 def test_the_plans_for_pods_say_the_same_hours():

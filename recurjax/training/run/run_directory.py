@@ -454,7 +454,8 @@ def load_start(
         return None
     run = load_run(start, mesh=mesh, report=report)
     report(f"starting from the parameters of {start} at step {run.step}")
-    return in_weight_dtype(run.model, experiment.model.weight_dtype)
+    model = in_weight_dtype(run.model, experiment.model.weight_dtype)
+    return _as_configured(model, experiment.model, mesh)
 
 
 def load_frozen(
@@ -483,7 +484,17 @@ def load_frozen(
         source = frozen.run, run.step, run.digest
         first_process(lambda: record.record_frozen(*source))
     report(f"the objective reads the frozen model of {frozen.run} at step {run.step}")
-    return in_weight_dtype(run.model, frozen.model.weight_dtype)
+    model = in_weight_dtype(run.model, frozen.model.weight_dtype)
+    return _as_configured(model, frozen.model, mesh)
+
+
+def _as_configured(model: Decoder, config: ModelConfig, mesh: Mesh) -> Decoder:
+    """Returns the parameters in a model of this config.
+
+    Both are one function (`_check_run`), but an imported directory may have other
+    activations' dtypes and other rematerialization than the step was built for.
+    """
+    return from_nested_dict(model_shapes(config, mesh), to_nested_dict(model))
 
 
 def _check_run(

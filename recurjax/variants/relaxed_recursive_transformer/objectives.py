@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.exits import exits_of
-from recurjax.losses.divergence import ExitLosses, FrozenModel, Teacher, exit_losses
+from recurjax.losses.divergence import (
+    Divergence,
+    ExitLosses,
+    FrozenModel,
+    Teacher,
+    exit_losses,
+)
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
@@ -42,16 +48,19 @@ class Distilled(_Uptraining):
     """Cross-entropy, and the divergence from a teacher: section 3.6.
 
     loss = CE + weight t^2 KL(teacher || student), both at softmax(logits / t). Weight
-    and temperature are in no paper: 1 and 1 are this project's choice.
+    and temperature are in no paper: 1 and 1 are this project's choice. Table I.1
+    compares other divergences.
 
     Attributes:
       teacher: of the same vocabulary and tokenizer; any variant.
+      divergence: in place of KL(teacher || student), see `Divergence`.
       weight: of the divergence, at least 0.
       temperature: t, above 0.
       vocabulary_chunks: see `exit_losses`.
     """
 
     teacher: FrozenModel
+    divergence: Divergence = "forward_kl"
     weight: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 1.0
     vocabulary_chunks: PositiveInt = 1
@@ -92,7 +101,8 @@ class Distilled(_Uptraining):
 
     def view(self, teacher: Decoder, batch: Batch) -> Teacher:
         """Returns what the teacher says of a batch."""
-        return Teacher(teacher, self.states(teacher, batch), self.temperature)
+        x = self.states(teacher, batch)
+        return Teacher(teacher, x, self.temperature, self.divergence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +110,7 @@ class Exits(_Uptraining):
     """Cross-entropies after every loop, and each one's divergence from the last.
 
     loss = sum_i a_i (CE_i + s KL(p_B || p_i)), p_B without gradient. Source: section
-    3.8's ablation, appendix J. A teacher joins each loop's cross-entropy with the same
+    3.7's ablation, appendix J. A teacher joins each loop's cross-entropy with the same
     a_i, which is this project's reading.
 
     Attributes:

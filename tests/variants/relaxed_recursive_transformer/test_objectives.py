@@ -72,13 +72,26 @@ def dense(objective, model, batch, teacher):
         at = jnp.where(counted, batch.targets, 0)[..., None]
         return mean(-jnp.take_along_axis(logs, at, -1)[..., 0])
 
-    def apart(near, far, t):
-        p = jax.nn.softmax(jax.lax.stop_gradient(near) / t)
-        logs = jnp.log(p) - jax.nn.log_softmax(far / t)
-        return mean((p * logs).sum(-1))
+    def apart(near, far, t, kind="forward_kl"):
+        q = jax.nn.softmax(jax.lax.stop_gradient(near) / t)
+        p = jax.nn.softmax(far / t)
+
+        def kl(one, other):
+            return (one * jnp.log(one / other)).sum(-1)
+
+        m = (p + q) / 2
+        return mean(
+            {
+                "forward_kl": lambda: kl(q, p),
+                "reverse_kl": lambda: kl(p, q),
+                "jensen_shannon": lambda: (kl(q, m) + kl(p, m)) / 2,
+                "total_variation": lambda: jnp.abs(q - p).sum(-1) / 2,
+            }[kind]()
+        )
 
     if isinstance(objective, Distilled):
-        divergence = apart(taught, logits[-1], objective.temperature)
+        kind = objective.divergence
+        divergence = apart(taught, logits[-1], objective.temperature, kind)
         t = objective.temperature
         return entropy(logits[-1]) + objective.weight * t**2 * divergence
     B, total = len(logits), 0.0
@@ -90,7 +103,7 @@ def dense(objective, model, batch, teacher):
             own += objective.self_distillation * apart(logits[-1], z, 1.0)
         if (more := objective.distilled) is not None:
             t = more.temperature
-            own += more.weight * t**2 * apart(taught, z, t)
+            own += more.weight * t**2 * apart(taught, z, t, more.divergence)
         total += a * own
     return total
 
@@ -99,6 +112,9 @@ CASES = {
     "both": Exits(weights="weighted", self_distillation=0.5, distilled=SOFT),
     "exits": Exits(coefficient=0.3, self_distillation=0.5),
     "distilled": SOFT,
+    "reverse_kl": replace(SOFT, divergence="reverse_kl"),
+    "jensen_shannon": Exits(distilled=replace(SOFT, divergence="jensen_shannon")),
+    "total_variation": replace(SOFT, divergence="total_variation"),
 }
 
 
