@@ -140,6 +140,29 @@ def score_exits(
     return scores
 
 
+def exit_trajectories(
+    model: Decoder, batches: Iterable[Batch]
+) -> Int[np.ndarray, "R T"]:
+    """Returns the loop after which the oracle lets each token leave; 0: no token.
+
+    That is the first loop whose likeliest token is the full model's, both of one pass
+    in which every token runs all loops: the paper's oracle, of which nothing is decoded
+    (appendix E). "oracle" of `score_exits` makes deeper keys of the states that leave.
+    """
+    return np.concatenate([np.asarray(_first_agreeing(model, b)) for b in batches])
+
+
+@jax.jit
+def _first_agreeing(model: Decoder, batch: Batch) -> Int[Array, "B T"]:
+    stack = exits_of(model)
+    cache = model.init_cache(batch.ids.shape[0], 0)
+    after, _ = stack.states(model.embed(batch.ids), cache, _tokens(batch))
+    chosen = [likeliest(model, model.final_norm(x)) for x in after]
+    same = jnp.stack([each == chosen[-1] for each in chosen])
+    # argmax is the first True; the last loop always agrees with itself.
+    return jnp.where(batch.targets != IGNORED, 1 + same.argmax(0), 0)
+
+
 def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
     """Picks, of each rule that decoding can run, the fewest loops within a loss.
 

@@ -214,9 +214,8 @@ def test_recurformer_from_qwen2(place, unoptimized):
     model, rows = "qwen2_0_5b", 151_936
     name = "meta-llama/Llama-2-7b-hf"
     write_checkpoint(place / name, "qwen2", tokens=151_646, rows=rows)
-    *prepares, train = documented("recurformer")
-    hash_hop = next(words for words in prepares if "hash_hop.jsonl" in words)
-    prepares.remove(hash_hop)
+    *prepares, train, hash_hop = documented("recurformer")
+    assert train[0] == "train" and "hash_hop.jsonl" in hash_hop
     small = ["--length", "32", "--samples", "4", "--dt-rank", "4"]
     for words in prepares:
         words = [word.replace("llama2_7b", model) for word in words]

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,11 @@ def split(name: str) -> tuple[str, int, str]:
 
 def test_every_model_of_the_paper_is_here():
     runs = {split(name) for name in RUNS}
-    small = {"attention", "rnn", "rat64", "rat128"}
+    small = {"attention", "rnn", "rat64", "rat128", "rat256"}
     small |= {f"reversed_{chunks}_chunks" for chunks in (16, 64, 128)}
     for length in (8192, 16384, 32768):
         assert small <= {what for f, t, what in runs if (f, t) == ("pg19", length)}
-    ablations = {"rat256", "rat64_token_rope", "rat64_low_rank_gates"}
+    ablations = {"rat64_token_rope", "rat64_low_rank_gates"}
     assert {("pg19", 8192, what) for what in ablations} <= runs
     assert {what for f, t, what in runs if (f, t) == ("fineweb", 4096)} == set(LARGE)
     long = {"rnn", "rat16", "attention", "attention_swa", "rat16_swa"}
@@ -126,13 +127,14 @@ def test_the_ablations_differ_from_rat64_as_they_say():
 
 def test_fine_tuning_goes_on_with_the_papers_models_on_answers():
     names = [name for name in load_runs(TABLE) if name.startswith("sft_")]
-    assert len(names) == 4 * 5
+    assert len(names) == 4 * 5 + 2 * 5
     for name in names:
         run = load_experiment(f"{TABLE}:{name}")
-        model = name.rpartition("summary_")[2].rpartition("full_")[2]
-        model = model.removeprefix("sft_qmsum_").removeprefix("sft_wikisum_")
-        before = load_experiment(f"{TABLE}:fineweb_4k_{model}")
-        assert run.model == before.model and run.training.length == 4096
+        length = "16k" if "16k" in name else "4k"
+        model = re.split("(?:summary|full|passage|qmsum|wikisum)_", name)[1]
+        before = load_experiment(f"{TABLE}:fineweb_{length}_{model}")
+        assert run.model == before.model
+        assert run.training.length == {"4k": 4096, "16k": 16384}[length]
         assert run.training.start_from == f"runs/{before.name}"
         assert run.training.batch == (32 if "qmsum" in name else 128)
         rate = run.optimizer.learning_rate

@@ -6,12 +6,16 @@ import math
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+
+from recurjax.errors import UserError
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "rat"
 SCRIPTS = (
     *("rat_shakespeare", "length_generalisation", "throughput", "latency", "cost"),
-    "torch_layers",
+    *("torch_layers", "sft_sets"),
 )
 
 
@@ -24,6 +28,42 @@ def script(unoptimized, monkeypatch):
     for name in (*SCRIPTS, "paper_latency"):
         if name not in known:
             sys.modules.pop(name, None)
+
+
+def test_the_public_sets_become_prompts_and_answers(script, tmp_path, capsys):
+    document = {"summary": {"text": "S"}, "text": "T"}
+    answers = [{"text": "yes"}, {"text": "no"}]
+    story = {"document": document, "question": {"text": "Q?"}, "answers": answers}
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([story]), tmp_path / "n.parquet"
+    )
+    meeting = {
+        "meeting_transcripts": [{"speaker": "A", "content": "hi"}],
+        "general_query_list": [{"query": "G?", "answer": "g"}],
+        "specific_query_list": [{"query": "P?", "answer": "p"}],
+    }
+    (tmp_path / "q.jsonl").write_text(json.dumps(meeting) + "\n")
+    article = {"title": "W?", "article": "text", "summary": "sum"}
+    (tmp_path / "w.jsonl").write_text(json.dumps(article) + "\n")
+    words = ["--narrativeqa", str(tmp_path / "n*.parquet"), "--out", str(tmp_path)]
+    words += ["--qmsum", str(tmp_path / "q.jsonl"), "--wikisum"]
+    assert script("sft_sets").main([*words, str(tmp_path / "w.jsonl")]) == 0
+    assert capsys.readouterr().out.count(" examples\n") == 5
+    expected = {
+        "narrativeqa_summary": [("Story: S", "Q?", "yes"), ("Story: S", "Q?", "no")],
+        "narrativeqa_full": [("Story: S\n\nT", "Q?", a) for a in ("yes", "no")],
+        "narrativeqa_passage": [("Story: T", "Q?", a) for a in ("yes", "no")],
+        "qmsum": [("Transcript: A: hi", "G?", "g"), ("Transcript: A: hi", "P?", "p")],
+        "wikisum": [("Article: text", "W?", "sum")],
+    }
+    for task, rows in expected.items():
+        lines = (tmp_path / task / "train.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [
+            {"prompt": f"{begin}\n\nQuestion: {q}\n\nAnswer:", "answer": f" {answer}"}
+            for begin, q, answer in rows
+        ]
+    with pytest.raises(UserError, match="no file matches nowhere"):
+        script("sft_sets").main(["--qmsum", "nowhere"])
 
 
 def test_the_cost_table_counts_caches_and_products(script, capsys, tmp_path):

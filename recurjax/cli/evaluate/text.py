@@ -1,5 +1,6 @@
 """`recurjax evaluate text RUN` and `evaluate exits RUN`: a text, or the run's data."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from recurjax.cli.evaluate.options import (
@@ -25,6 +27,7 @@ from recurjax.evaluation.exit_scores import (
     THRESHOLDS,
     ExitScore,
     cheapest,
+    exit_trajectories,
     fit_exit_head,
     plot_exits,
     read_exit_head,
@@ -36,6 +39,7 @@ from recurjax.evaluation.perplexity import Score, score
 from recurjax.evaluation.progress import progress_bar
 from recurjax.evaluation.rows import Row, share_error
 from recurjax.exits import exits_of
+from recurjax.files.atomic import write_atomic
 from recurjax.ranges import (
     LARGEST_BATCH,
     Fraction,
@@ -105,11 +109,19 @@ class EvaluateExits(OfText):
         that stays within it.
       fit_head: first train an exit head on this many batches of the run's training
         text, and write it into the run as exit_head.npz.
+      trajectories: an .npz file that gets `exits` [rows, T]: after which loop each
+        token may leave at the earliest, 0 where there is none. Figure 8's simulation
+        reads it (experiments/relaxed_recursive_transformer/throughput.py).
     """
 
+    trajectories: Path | None = None
     thresholds: tuple[Fraction, ...] | None = None
     most_loss: NonNegativeFloat | None = None
     fit_head: PositiveInt | None = None
+
+    def __post_init__(self):
+        OfText.__post_init__(self)
+        require_folder("trajectories", self.trajectories)
 
 
 class RowSource:
@@ -254,6 +266,11 @@ def prepare_exits(options: EvaluateExits) -> Measure:
                 )
             if not chosen:
                 log(f"nothing stays within {options.most_loss} nats a token")
+        if options.trajectories is not None:
+            exits = exit_trajectories(loaded.model, source.batches())
+            data = io.BytesIO()
+            np.savez_compressed(data, exits=exits.astype(np.uint8))
+            write_atomic(options.trajectories, data.getvalue())
         if options.plot is not None:
             plot_exits(scores, options.plot)
         return report, _exit_rows(scores, source, loaded.step)

@@ -34,15 +34,19 @@ def test_the_first_state_has_the_other_runs_parameters(
     source, mesh, tmp_path, quick_compilation
 ):
     out, want = source
+    # The imported model computes in float32: its parameters enter this run's model.
     experiment = changed(
-        tiny(), training={"start_from": str(out)}, mesh={"fsdp": mesh.fsdp}
+        tiny(),
+        model={"dtype": "bfloat16"},
+        training={"start_from": str(out)},
+        mesh={"fsdp": mesh.fsdp},
     )
     session = Session(experiment, tmp_path / "run")
     said = []
     try:
         state = session.start(said.append)
         jax.tree.map(np.testing.assert_array_equal, to_nested_dict(state.model), want)
-        assert int(state.step) == 0
+        assert int(state.step) == 0 and state.model.config == experiment.model
         assert said == [f"starting from the parameters of {out} at step 0"]
         session.save(state, 0)
     finally:
