@@ -125,6 +125,17 @@ class SupportsExits(Stack, Protocol):
         """Runs entire rows, in which each token leaves when a rule says so."""
         ...
 
+    def repeating(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Tokens,
+        loops: Int[Array, ""],
+        *,
+        last: int,
+    ) -> Float[Array, "B T D"]:
+        """Runs entire rows for a number of loops that the running program knows."""
+        ...
+
     def tick_weights(self) -> PyTree[Any]:
         """Returns what the loops own, laid out for `tick`."""
         ...

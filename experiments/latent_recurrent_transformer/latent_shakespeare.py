@@ -7,6 +7,12 @@ bits per byte, each position by its last pass; a stopped set goes on with the sa
 command. The exact recurrence's figure of a run comes from `recurjax evaluate RUN`.
 
     python experiments/latent_recurrent_transformer/latent_shakespeare.py
+
+The ablations of Tables 1, 2, 3 and 9 are rows too, each a change of LRT-shared:
+
+    python experiments/latent_recurrent_transformer/latent_shakespeare.py --models \
+        shared source_1 source_3 source_4 source_average lag_2 lag_average \
+        residual_only projection_only subsets_4 --runs runs/lrt_ablations
 """
 
 import sys

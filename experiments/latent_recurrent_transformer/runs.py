@@ -144,6 +144,12 @@ def _small(
     return Run(make=make, reproduces=reproduces, expected=expected)
 
 
+def _ablated(table: str, memory: MemoryConfig, *, subsets: int = 2) -> Run:
+    """Returns a small run that differs from shakespeare_shared in one thing."""
+    objective = Interleaved(subsets=subsets)
+    return _small(memory, objective, f"no table: {table} in miniature")
+
+
 def _tiny(
     name: str, *, memory: MemoryConfig | None, objective: Objective, times: int
 ) -> Experiment:
@@ -281,4 +287,22 @@ RUNS: dict[str, Run] = {
     "shakespeare_shared": _small(shared(SMALL_LAYERS), Interleaved(subsets=2)),
     "shakespeare_layerwise": _small(layerwise(SMALL_LAYERS), Interleaved(subsets=2)),
     "shakespeare_chunked": _small(shared(SMALL_LAYERS), Chunked(chunk=32)),
+    # The ablations of shakespeare_shared, whose source is layer 2.
+    "shakespeare_source_1": _ablated("Table 1", MemoryConfig(sources=(1,))),
+    "shakespeare_source_3": _ablated("Table 1", MemoryConfig(sources=(3,))),
+    "shakespeare_source_4": _ablated("Table 1", MemoryConfig(sources=(4,))),
+    "shakespeare_source_average": _ablated(
+        "Table 1", MemoryConfig(sources=(1, 2, 3, 4))
+    ),
+    "shakespeare_lag_2": _ablated("Table 2", shared(SMALL_LAYERS, lags=(2,))),
+    "shakespeare_lag_average": _ablated(
+        "Table 2", shared(SMALL_LAYERS, lags=(1, 2, 3, 4))
+    ),
+    "shakespeare_residual_only": _ablated(
+        "Table 3", shared(SMALL_LAYERS, keys=False, values=False)
+    ),
+    "shakespeare_projection_only": _ablated(
+        "Table 3", shared(SMALL_LAYERS, residual=False)
+    ),
+    "shakespeare_subsets_4": _ablated("Table 9", shared(SMALL_LAYERS), subsets=4),
 }

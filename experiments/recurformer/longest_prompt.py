@@ -1,15 +1,18 @@
-"""How long a prompt Llama2-7B reads at once on an H100, with and without its heads.
+"""How long a prompt each base reads at once on an H100, with and without its heads.
 
-The paper reports 71,680 tokens for the base and 91,800 with 90 % of the heads replaced
-on a card of 80 GB. Here the compiler says what the prefill of one row takes, weights
-and cache in bfloat16 (`recurjax plan --program prefill --rows 1`). It grows in a line,
-so two lengths give a third to try, in steps of 1,024. Needs `make compilers`; minutes.
+The column l_m of table 2, of a card of 80 GB: Llama2-7B 71,680 tokens and 91,800 with
+90 % of the heads replaced, Qwen2-7B 122,880 and 132,000, Qwen2-0.5B 133,120 and 137,216
+with 50 %. Here the compiler says what the prefill of one row takes, weights and cache
+in bfloat16 (`recurjax plan --program prefill --rows 1`). It grows in a line, so two
+lengths give a third to try, in steps of 1,024. Needs `make compilers`; minutes each.
 
     python experiments/recurformer/longest_prompt.py
+    python experiments/recurformer/longest_prompt.py --models qwen2_7b --betas 00 90
 """
 
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from recurjax.cli.options import parse
@@ -30,11 +33,13 @@ class Options:
     """Prints the longest prompt that fits, for each share of replaced heads.
 
     Attributes:
+      models: of the table's rows.
       betas: shares of heads, in percent, as the table's rows are named.
       topology: one device.
     """
 
-    betas: tuple[str, ...] = ("00", "50", "90", "100")
+    models: tuple[str, ...] = ("llama2_7b", "qwen2_7b", "qwen2_0_5b")
+    betas: tuple[str, ...] = ("00", "25", "50", "75", "90", "100")
     topology: str = "h100"
 
 
@@ -72,16 +77,16 @@ def main(argv: list[str] | None = None) -> int:
     """Plans and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="longest_prompt.py")
-    print("| beta | tokens | GiB | of them cache | activations |")
-    print("|---|---|---|---|---|")
-    for beta in options.betas:
-        name = f"{TABLE}:llama2_7b_hash_hop_beta_{beta}"
+    print("| model | beta | tokens | GiB | of them cache | activations |")
+    print("|---|---|---|---|---|---|")
+    for model, beta in product(options.models, options.betas):
+        name = f"{TABLE}:{model}_hash_hop_beta_{beta}"
         plan = longest(load_experiment(name), options.topology)
         memory = plan.answer["memory"]
         parts = (plan.needed, memory["caches"], memory["temporaries"])
         cells = " | ".join(f"{(part or 0) / 2**30:.1f}" for part in parts)
-        share = int(beta) / 100
-        print(f"| {share:g} | {plan.answer['tokens']:,} | {cells} |", flush=True)
+        share, tokens = int(beta) / 100, plan.answer["tokens"]
+        print(f"| {model} | {share:g} | {tokens:,} | {cells} |", flush=True)
     return 0
 
 

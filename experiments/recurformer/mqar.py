@@ -3,7 +3,8 @@
 The paper's figure 7 for two CPU cores: rows small_mqar_* of runs.py, trained from
 nothing on up to 16 pairs and tested on up to 128 in 512 tokens, beta the share of heads
 that are Mamba from the start. Expect accuracy as at beta 0 wherever some attention is
-left, and at beta 1 a fall beyond 16 pairs. A stopped set goes on with the same command.
+left, and at beta 1 a fall beyond 16 pairs. Mamba's convolution may give a value the key
+before it; `--conv 1` takes that away. A stopped set goes on with the same command.
 
     python experiments/recurformer/mqar.py --runs runs/recurformer_mqar
 """
@@ -28,6 +29,7 @@ from recurjax.training.sweep import (
     shortened,
     table_of,
 )
+from recurjax.variants.recurformer import RecurFormerConfig
 
 TABLE = Path(__file__).with_name("runs.py")
 
@@ -39,24 +41,31 @@ class Options:
     Attributes:
       runs: one run directory each, and results.md.
       betas: shares of heads, in percent, as runs.py names them.
+      conv: width of Mamba's convolution; 1: each position by itself.
       steps: of each run; None: the table's.
       seeds: how many runs of each, of the init and of the rows.
     """
 
     runs: Path = Path("runs/recurformer_mqar")
     betas: tuple[str, ...] = ("00", "25", "50", "75", "100")
+    conv: int = 4
     steps: int | None = None
     seeds: int = 3
 
     def __post_init__(self):
-        if self.seeds < 1:
-            raise UserError("--seeds must be at least 1")
+        if self.seeds < 1 or self.conv < 1:
+            raise UserError("--seeds and --conv must be at least 1")
 
 
-def small(beta: str, seed: int, *, steps: int | None) -> Experiment:
-    """Returns a row small_mqar_beta_*, of a seed and as long as is said."""
+def small(beta: str, seed: int, *, steps: int | None, conv: int = 4) -> Experiment:
+    """Returns a row small_mqar_beta_*, of a seed, a length and a convolution."""
     run = load_experiment(f"{TABLE}:small_mqar_beta_{beta}")
-    return replace(seeded(shortened(run, steps), seed), name=f"beta_{beta}_seed{seed}")
+    name, stack = f"beta_{beta}", run.model.stack
+    if conv != 4 and isinstance(stack, RecurFormerConfig):
+        name += f"_conv{conv}"
+        stack = replace(stack, mamba=replace(stack.mamba, conv=conv))
+        run = replace(run, model=replace(run.model, stack=stack))
+    return replace(seeded(shortened(run, steps), seed), name=f"{name}_seed{seed}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     # The seed changes last, so that a table of one seed is whole first.
     for seed in range(options.seeds):
         for beta in options.betas:
-            run = small(beta, seed, steps=options.steps)
+            run = small(beta, seed, steps=options.steps, conv=options.conv)
             console.rule(run.name)
             root = options.runs / run.name
             if train(run, root, console=console).outcome != "finished":

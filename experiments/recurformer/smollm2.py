@@ -2,7 +2,10 @@
 
 The paper's table 3 for two CPU cores: an imported model, beta .25 and .5 by heads and
 by groups, each started plain and fitted, and the base itself, all trained on the same
-tokens of one text. Expect the fitted start below the plain one at every point. Prints
+tokens of one text. Two controls that the paper lacks say whether recency chooses well:
+the least recent heads, and heads drawn by lot (random0, random1, random2). Expect the
+fitted start below the plain one at every point, and recent heads below both controls.
+Prints
 validation loss by tokens, the share of the cache at 1,024 and 10,240 tokens, and
 decoded tokens a second at both. A stopped set goes on with the same command.
 
@@ -24,6 +27,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
+from recurjax.files.json_files import read_json
 from recurjax.inference.generate import generate_tokens
 from recurjax.machine import host
 from recurjax.model import Decoder
@@ -45,7 +49,9 @@ class Options:
       text: UTF-8; heads are measured and mixers fitted on its beginning, and its last
         tenth is for validation.
       runs: one run directory each, and results.md.
-      betas, scopes, starts: of the conversions.
+      betas, starts: of the conversions.
+      scopes: heads and groups: the most recent; least: the least recent heads; randomN:
+        heads drawn by the seed N.
       tokens: to train on.
       length: T of a row, and of the texts that heads are measured on.
       samples: how many such texts.
@@ -58,7 +64,10 @@ class Options:
     text: Path
     runs: Path = Path("runs/recurformer_smollm2")
     betas: tuple[float, ...] = (0.25, 0.5)
-    scopes: tuple[str, ...] = ("groups", "heads")
+    scopes: tuple[str, ...] = (
+        *("groups", "heads", "least"),
+        *("random0", "random1", "random2"),
+    )
     starts: tuple[str, ...] = ("plain", "fitted")
     tokens: int = 100_000
     length: int = 512
@@ -83,13 +92,39 @@ def further(options: Options, start: Path, name: str) -> Experiment:
 
 def convert(options: Options, out: Path, beta: float, scope: str, start: str) -> None:
     """Replaces heads by `recurjax convert to-recurformer`."""
-    words = [options.base, out, "--beta", beta, "--scope", scope, "--start", start]
+    words: list[object] = [options.base, out, "--start", start]
+    if scope in ("heads", "groups"):
+        words += ["--beta", beta, "--scope", scope]
+    else:
+        file = options.runs / f"heads_{scope}_{beta}.json"
+        write_atomic(file, json.dumps(control_heads(options, beta, scope)) + "\n")
+        words += ["--heads", file]
     words += ["--text", options.text, "--length", options.length]
     words += ["--samples", options.samples, "--dt-rank", options.dt_rank]
     words += ["--fit-steps", options.fit_steps]
     code = recurjax(["convert", "to-recurformer", *map(str, words)])
     if code:
         raise UserError(f"the conversion to {out} failed")
+
+
+def control_heads(options: Options, beta: float, scope: str) -> list[list[int]]:
+    """Returns as many heads as by recency: the least recent, or some drawn by lot.
+
+    Raises:
+      UserError: no conversion by `heads` is there, whose heads.json has their recency.
+    """
+    files = sorted(options.runs.glob("start_heads_*/heads.json"))
+    if not files:
+        raise UserError(f"--scopes {scope}: put heads before it, which measures them")
+    measured = read_json(files[0], "the heads' recency")
+    count = np.array(measured["ra_i"])
+    if scope == "least":
+        order = np.lexsort((np.array(measured["recency_ratio"]).ravel(), count.ravel()))
+    else:
+        seed = int(scope.removeprefix("random"))
+        order = np.random.default_rng(seed).permutation(count.size)
+    layers, heads = np.divmod(order[: round(beta * count.size)], count.shape[1])
+    return [sorted(heads[layers == layer].tolist()) for layer in range(len(count))]
 
 
 def losses(root: Path, run: Experiment) -> dict[str, float]:

@@ -316,6 +316,12 @@ RUNS: dict[str, Run] = {
         transformer(2, 64, head_width=16, init=SMALL_INIT)
     ),
     "shakespeare_recurrent": _small(recurrent(2, 64, head_width=16, init=SMALL_INIT)),
+    "shakespeare_unnormed": _small(
+        replace(
+            recurrent(2, 64, head_width=16, init=SMALL_INIT), normed_persistent=False
+        ),
+        "no table: the RMSNorm ablation in miniature",
+    ),
     # Twelve layers of it, for output_init.py.
     "shakespeare_transformer_12": _deep(
         transformer(12, 64, head_width=16, init=SAME_INIT), "as the other weights"

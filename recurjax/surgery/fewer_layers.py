@@ -1,4 +1,4 @@
-"""Models of fewer layers: some left out before a conversion, or the loops cut short."""
+"""Models of other depths: layers left out before a conversion, fewer or more loops."""
 
 import dataclasses
 
@@ -62,30 +62,53 @@ def truncated(model: Decoder, loops: int) -> Decoder:
     stack = recursive_config(model)
     if not 1 <= loops <= stack.loops:
         raise UserError(f"loops must lie in 1..{stack.loops}, got {loops}")
+    return with_loops(model, loops)
+
+
+def extended(model: Decoder, loops: int) -> Decoder:
+    """Returns the model whose block runs more often than it was trained to.
+
+    Additions and norms that belong to a loop are the deepest loop's in all further
+    ones. The first loops compute what they did.
+
+    Raises:
+      UserError: the model is not recursive, has more loops, shares otherwise than by
+        "cycle", or scales its branches by its depth.
+    """
+    stack = recursive_config(model)
+    if loops < stack.loops:
+        raise UserError(f"loops must be at least {stack.loops}, got {loops}")
+    return with_loops(model, loops)
+
+
+def with_loops(model: Decoder, loops: int) -> Decoder:
+    """Returns the model of another number of loops: `truncated` or `extended`."""
+    stack = recursive_config(model)
     if loops == stack.loops:
         return model
-    if stack.sharing != "cycle":
+    if stack.sharing != "cycle" and (loops, stack.loops) != (1, 1):
         raise UserError(
-            f"only with sharing 'cycle' can loops be left out, not {stack.sharing!r}"
+            "only with sharing 'cycle' can loops be left out or added, not "
+            f"{stack.sharing!r}"
         )
     base = stack.transformer
     if base.residual_scale != "one":
         raise UserError(
-            "loops cannot be left out of a model whose residual_scale depends on its "
-            f"depth: {base.residual_scale!r}"
+            "loops cannot be left out of, or added to, a model whose residual_scale "
+            f"depends on its depth: {base.residual_scale!r}"
         )
-    # The config's layers follow the loops; only what has a loop's axis is cut below.
-    shorter = dataclasses.replace(base, layers=loops * stack.block_layers)
-    cut = dataclasses.replace(stack, transformer=shorter, loops=loops)
-
+    # The config's layers follow the loops; only what has a loop's axis changes below.
+    layers = dataclasses.replace(base, layers=loops * stack.block_layers)
+    changed = dataclasses.replace(stack, transformer=layers, loops=loops)
     ours = named_leaves(model)
+    rows = jnp.minimum(jnp.arange(loops), stack.loops - 1)
 
     def make(name: str) -> Array:
         # Additions and untied norms are each loop's own, the leading axis counting
         # loops; the block itself is shared and stays whole.
-        per_loop = name.startswith("stack.adapters.")
+        is_addition = name.startswith("stack.adapters.")
         untied = name.startswith("stack.blocks.") and not is_matrix(name)
-        by_loop = per_loop or (untied and not stack.tie_norms)
-        return ours[name][:loops] if by_loop else ours[name]
+        by_loop = is_addition or (untied and not stack.tie_norms)
+        return ours[name][rows] if by_loop else ours[name]
 
-    return made_by(dataclasses.replace(model.config, stack=cut), make)
+    return made_by(dataclasses.replace(model.config, stack=changed), make)

@@ -6,10 +6,10 @@ the text, and a head is recent in a text where its ratio exceeds a half.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.position import Alibi
 from recurjax.model import Decoder
 from recurjax.types import Array, Tokens
@@ -186,25 +187,14 @@ def _layer_recency(
     # The block's own queries, keys and values, norms and positions applied.
     config = stack.config.attention
     q, k, v = block.attention.queries_keys_values(block.attention_input(x))
-    B, T, H, E = q.shape
-    scale = E**-0.5 if config.scale is None else config.scale
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
+    B, T, H, _ = q.shape
     v = v.astype(jnp.promote_types(v.dtype, jnp.float32))
     norms = jnp.stack([jnp.linalg.norm(v, ord=n, axis=-1) for n in (1, 2)])
 
     def head(number: Array) -> tuple[Array, Array, Array]:
         # Query heads of a group share one key head.
         group = number // (H // config.key_heads)
-        logits = jnp.einsum(
-            "bte,bse->bts",
-            q[:, :, number],
-            k[:, :, group],
-            preferred_element_type=jnp.float32,
-        )
-        logits = scale * logits
-        if config.soft_cap is not None:
-            logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
-        weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
+        weights = _weights(config, q[:, :, number], k[:, :, group])
         # A key's weights over all queries; the first query has the first key alone.
         of_key = weights[:, 1:].sum(1)
         products = of_key * norms[..., group]  # [norm, B, T]
@@ -225,6 +215,66 @@ def _layer_recency(
     # lax.map stacks head by head, [H, B, ...].
     ratios, shares, contributions = scores
     return x, (ratios.T, shares.T, contributions.swapaxes(0, 1))
+
+
+def _weights(
+    config: AttentionConfig, q: Float[Array, "B T E"], k: Float[Array, "B T E"]
+) -> Float[Array, "B T T"]:
+    """Returns the causal softmax weights of one head, [query, key], in float32."""
+    T, E = q.shape[1:]
+    logits = jnp.einsum("bte,bse->bts", q, k, preferred_element_type=jnp.float32)
+    logits = logits * (E**-0.5 if config.scale is None else config.scale)
+    if config.soft_cap is not None:
+        logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
+    return jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
+
+
+def mean_attention(
+    model: Decoder, batches: Iterable[np.ndarray], heads: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    """Returns heads' weights [T, T] and values' L2 norms [T], means over texts.
+
+    Args:
+      model: a Transformer as `measure_recency` takes it.
+      batches: token ids [B, T], all texts of one length.
+      heads: (layer, head) of each, from 0.
+    """
+    sums: dict[tuple[int, int], list[Any]] = {each: [0.0, 0.0] for each in heads}
+    texts = 0
+    for ids in batches:
+        x = model.embed(ids)
+        if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
+        for layer in range(1 + max(layer for layer, _ in sums)):
+            numbers = tuple(head for l, head in sums if l == layer)
+            x, parts = _layer_attention(
+                model.stack, x, jnp.asarray(layer), numbers=numbers
+            )
+            for number, part in zip(numbers, parts, strict=True):
+                for place, values in enumerate(part):
+                    sums[layer, number][place] += np.asarray(values, np.float64)
+        texts += len(ids)
+    return {each: (w / texts, n / texts) for each, (w, n) in sums.items()}
+
+
+@partial(jax.jit, static_argnames="numbers")
+def _layer_attention(
+    stack, x: Float[Array, "B T D"], layer: Int[Array, ""], *, numbers: tuple[int, ...]
+) -> tuple[Float[Array, "B T D"], list[tuple[Float[Array, "T T"], Float[Array, " T"]]]]:
+    """Runs one layer; returns its output, and sums over texts of some heads."""
+    block = jax.tree.map(lambda leaf: leaf[layer], stack.blocks[0])
+    config = stack.config.attention
+    q, k, v = block.attention.queries_keys_values(block.attention_input(x))
+    sums = []
+    for number in numbers:
+        group = number // (config.heads // config.key_heads)
+        weights = _weights(config, q[:, :, number], k[:, :, group])
+        norms = jnp.linalg.norm(v[:, :, group].astype(jnp.float32), axis=-1)
+        sums.append((weights.sum(0), norms.sum(0)))
+    cache = stack.init_cache(x.shape[0], 0, x.dtype).groups[0]
+    x, _ = block(x, cache, Tokens(jnp.zeros(x.shape[:2], jnp.int32)))
+    return x, sums
 
 
 def choose_heads(

@@ -18,6 +18,7 @@ from recurjax.variants.latent_recurrent_transformer.objectives import (
 from recurjax.variants.relaxed_recursive_transformer.objectives import (
     Distilled,
     Exits,
+    RandomLoops,
 )
 
 
@@ -118,7 +119,9 @@ class Compress(NextToken):
         return model.final_norm(model.row_decoder(state, T))
 
 
-Objective = NextToken | Compress | Interleaved | Chunked | Distilled | Exits
+Objective = (
+    NextToken | Compress | Interleaved | Chunked | Distilled | Exits | RandomLoops
+)
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tasks import HashHop, Mqar
 from recurjax.data.tasks.mqar import FIGURE_2_TEST, FIGURE_2_TRAIN
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import write_experiment
 from recurjax.model import count_parameters
@@ -21,6 +23,7 @@ from recurjax.run_table import load_experiment, load_runs
 from recurjax.surgery.recency import HeadRecency
 from recurjax.training.spikes import Diverged
 from tests.training.compilation import quick_compilation
+from tests.variants.transformer import switches as transformer
 
 __all__ = ["quick_compilation"]
 
@@ -29,7 +32,7 @@ TABLE = FOLDER / "runs.py"
 SCRIPTS = (
     *("runs", "cache_table"),
     *("mqar", "hash_hop", "hash_hop_text", "smollm2"),
-    *("torch_mixer", "longest_prompt"),
+    *("torch_mixer", "longest_prompt", "head_figures"),
 )
 RUNS = load_runs(TABLE)
 SIZES = {"llama2_7b": 6738415616, "qwen2_0_5b": 494032768, "qwen2_7b": 7615616512}
@@ -142,6 +145,49 @@ def test_problems_are_written_as_text(script, tmp_path):
     assert len(texts) == 3 == len(set(texts))
     assert all(len(text) == task.length_of(task.pairs) for text in texts)
     assert all(text.count(">") == 1 and text.endswith("\n") for text in texts)
+
+
+def test_controls_are_the_least_recent_heads_and_heads_by_lot(script, tmp_path):
+    smollm2 = script("smollm2")
+    options = smollm2.Options(base=Path("base"), text=Path("text"), runs=tmp_path)
+    with pytest.raises(UserError, match="--scopes least: put heads before it"):
+        smollm2.control_heads(options, 0.5, "least")
+    measured = {"ra_i": [[3, 1], [0, 1]], "recency_ratio": [[0.9, 0.4], [0.1, 0.3]]}
+    (tmp_path / "start_heads_0.25_plain").mkdir()
+    (tmp_path / "start_heads_0.25_plain" / "heads.json").write_text(
+        json.dumps(measured)
+    )
+    assert smollm2.control_heads(options, 0.5, "least") == [[], [0, 1]]
+    drawn = {
+        str(smollm2.control_heads(options, 0.5, f"random{seed}")) for seed in range(9)
+    }
+    assert len(drawn) > 1
+
+
+def test_mqar_without_a_convolution_is_another_run(script):
+    mqar = script("mqar")
+    run = mqar.small("50", 1, steps=None, conv=1)
+    assert (run.name, run.model.stack.mamba.conv) == ("beta_50_conv1_seed1", 1)
+    assert mqar.small("50", 1, steps=None).model.stack.mamba.conv == 4
+    assert mqar.small("00", 0, steps=None, conv=1).name == "beta_00_seed0"
+
+
+@pytest.mark.slow
+def test_heads_of_a_run_are_drawn(script, tmp_path, capsys):
+    config = transformer.small(key_heads=2)
+    config = replace(config, vocabulary=257)
+    experiment = new_experiment(tmp_path / "run", config, length=16)
+    write_run(tmp_path / "run", transformer.build(config), experiment, ByteTokenizer())
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 9)
+    words = [str(tmp_path / "run"), "--text", str(tmp_path / "text.txt")]
+    words += ["--samples", "4", "--length", "40", "--out", str(tmp_path / "out")]
+    assert script("head_figures").main(words) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| first", "| others"]
+    for name in ("figure5.png", "figure8.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="--layer 99 --head 0: the model has layers"):
+        script("head_figures").main([*words, "--layer", "99"])
 
 
 @pytest.mark.slow

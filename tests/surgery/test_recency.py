@@ -16,6 +16,7 @@ from recurjax.surgery.recency import (
     HeadRecency,
     choose_heads,
     first_heads,
+    mean_attention,
     measure_recency,
     recency_ratio,
     settled_choice,
@@ -80,6 +81,12 @@ def test_heads_are_measured_as_transformers_shows_them(folder):
         np.testing.assert_array_equal(got.count[layer], (want > 0.4).sum(0))
         share = attention[:, :, 1:, 0].mean(-1)
         np.testing.assert_allclose(got.first[layer], share.mean(0), atol=2e-5)
+    L, H = got.ratio.shape
+    heads = [(0, 0), (L - 1, H - 1)]
+    maps = mean_attention(model, [ids[:1], ids[1:]], heads)
+    for each, attention in zip(heads, (first[:, 0], last[:, -1]), strict=True):
+        np.testing.assert_allclose(maps[each][0], attention.mean(0), atol=2e-5)
+        assert maps[each][1].shape == ids.shape[1:]
 
 
 def test_contributions_are_weights_times_the_norms_of_values():

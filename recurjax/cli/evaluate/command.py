@@ -46,7 +46,7 @@ from recurjax.files.storage import open_store, url_of
 from recurjax.machine.distributed import start_processes
 from recurjax.ranges import NonNegativeInt, PositiveInt, Seed
 from recurjax.sharding import reading_mesh
-from recurjax.surgery.fewer_layers import truncated
+from recurjax.surgery.fewer_layers import with_loops
 from recurjax.training.run import LoadedRun, load_run
 
 E = TypeVar("E", bound=Evaluation)
@@ -228,7 +228,7 @@ def _evaluate(
     mesh = reading_mesh(options.devices)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=log)
     if options.loops is not None:
-        loaded = loaded._replace(model=truncated(loaded.model, options.loops))
+        loaded = loaded._replace(model=with_loops(loaded.model, options.loops))
     # A run that is read-only, of somebody else, can be evaluated too.
     url = url_of(options.run)
     run = url or str(options.run)

@@ -33,7 +33,8 @@ class Evaluation:
       run: the run directory, also in a bucket (gs://, s3://), or
         hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       step: of the checkpoint; None: the newest.
-      loops: score the model of this many first loops of a recursive one.
+      loops: of a recursive model: score its first loops alone, or more than it was
+        trained with, which run its block again.
       json: also write the JSON to this file.
     """
 

@@ -47,7 +47,13 @@ from recurjax.ranges import (
     PositiveInt,
 )
 from recurjax.sharding import MeshConfig, check_batch, local_rows, placed, reading_mesh
-from recurjax.training.objective import Distilled, Exits, NextToken, Objective
+from recurjax.training.objective import (
+    Distilled,
+    Exits,
+    NextToken,
+    Objective,
+    RandomLoops,
+)
 from recurjax.training.run import LoadedRun
 from recurjax.types import Batch
 
@@ -306,7 +312,7 @@ def score_rows(source: RowSource, loaded: LoadedRun, mesh: Mesh | None) -> Figur
     rows = _score_rows(result, source.name, source.settings, loaded.step)
     # Some objectives approximate a recurrence by parallel passes; the exact figure is
     # that of the recurrence, which decodes.
-    if not isinstance(objective, NextToken | Distilled | Exits):
+    if not isinstance(objective, NextToken | Distilled | Exits | RandomLoops):
         exact = scored(NextToken(vocabulary_chunks=objective.vocabulary_chunks))
         report["exact"] = _score_as_json(exact)
         name = f"{source.name}, exact"

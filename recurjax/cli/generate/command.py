@@ -39,7 +39,7 @@ from recurjax.ranges import (
     Seed,
 )
 from recurjax.sharding import MeshConfig, reading_mesh
-from recurjax.surgery.fewer_layers import truncated
+from recurjax.surgery.fewer_layers import with_loops
 from recurjax.training.run import load_run
 from recurjax.types import Missing
 
@@ -151,7 +151,7 @@ def run(argv: list[str]) -> int:
     model = loaded.model
     if options.loops is not None:
         # Before the exits are made: a rule then leaves the loops of the shorter model.
-        model = truncated(model, options.loops)
+        model = with_loops(model, options.loops)
     head = None
     if rule is not None and rule.kind == "head":
         head = read_exit_head(options.run)

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.exits import exits_of
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.losses.divergence import (
     Divergence,
     ExitLosses,
@@ -16,7 +18,13 @@ from recurjax.losses.divergence import (
     exit_losses,
 )
 from recurjax.model import Decoder, ModelConfig
-from recurjax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, RangeChecks
+from recurjax.ranges import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    RangeChecks,
+)
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
@@ -210,6 +218,89 @@ class Exits(_Uptraining):
             metrics["divergence"] = _weighted(coefficients, apart)
             total += self.distilled.weight * metrics["divergence"]
         return total, metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomLoops(_Uptraining):
+    """Cross-entropy after a number of loops that each step draws, of no paper here.
+
+    r = 1 + Poisson(mean - 1), at most `most`, one for all rows of a step, drawn from
+    the batch's ids, so that a resumed run draws what it would have drawn. A model that
+    learned so reads with other numbers of loops than its own. Source of the idea:
+    Geiping et al. 2025, whose numbers are log-normal Poisson.
+
+    Attributes:
+      mean: of r before the limit.
+      most: the limit; also what a step costs where `truncate` is not below it.
+      truncate: gradients pass through the last loops alone, as many as this; None:
+        through all. The embedding has no gradient of steps with more loops.
+      vocabulary_chunks: see `token_losses`.
+    """
+
+    mean: Annotated[float, Range(least=1)] = 4.0
+    most: PositiveInt = 8
+    truncate: PositiveInt | None = None
+    vocabulary_chunks: PositiveInt = 1
+
+    @property
+    def frozen(self) -> None:
+        """No other model."""
+        return None
+
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Says why a model cannot be trained so."""
+        stack = model.stack
+        if not isinstance(stack, RelaxedRecursiveTransformerConfig):
+            return (
+                "RandomLoops is for a recursive model, whose block can run more often, "
+                f"not for {type(stack).__name__}: use NextToken"
+            )
+        if (stack.sharing, stack.loop_cache) != ("cycle", "own"):
+            return (
+                "RandomLoops needs model.stack.sharing 'cycle' and loop_cache 'own', "
+                f"got {stack.sharing!r} and {stack.loop_cache!r}"
+            )
+        if stack.transformer.residual_scale != "one":
+            return (
+                "RandomLoops needs model.stack.transformer.residual_scale 'one': a "
+                "scale by depth would differ by the number of loops"
+            )
+        return None
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's: loops more or fewer than its own."""
+        stack = model.stack
+        assert isinstance(stack, RelaxedRecursiveTransformerConfig)
+        each = stack.flops_per_token(length) / stack.loops
+        last = min(self.most, self.truncate or self.most)
+        # Loops before those with a gradient are a third: they run forward alone.
+        early = max(self.mean - last, 0.0) / 3
+        return (last + early - stack.loops) * each
+
+    def loops(self, batch: Batch) -> Int[Array, ""]:
+        """Draws r from the batch."""
+        odd = 2 * jnp.arange(batch.ids.size, dtype=jnp.uint32) + 1
+        seed = jnp.sum(batch.ids.reshape(-1).astype(jnp.uint32) * odd)
+        drawn = jax.random.poisson(jax.random.key(seed), self.mean - 1)
+        return jnp.minimum(1 + drawn, self.most).astype(jnp.int32)
+
+    def __call__(
+        self, model: Decoder, batch: Batch
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Returns the loss after r loops; as metrics `loss` and `loops`."""
+        loops = self.loops(batch)
+        tokens = Tokens(batch.ids, batch.segments)
+        x = exits_of(model).repeating(
+            model.embed(batch.ids),
+            tokens,
+            loops,
+            last=min(self.most, self.truncate or self.most),
+        )
+        losses = token_losses(
+            model, model.final_norm(x), batch.targets, chunks=self.vocabulary_chunks
+        )
+        loss = _mean(losses.nats, batch)
+        return loss, {"loss": loss, "loops": loops.astype(loss.dtype)}
 
 
 def exit_states(model: Decoder, batch: Batch) -> list[Float[Array, "B T D"]]:

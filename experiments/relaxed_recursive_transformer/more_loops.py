@@ -1,0 +1,177 @@
+"""More loops at test time than in training: S3 and HashHop at twice the trained length.
+
+No table of the paper. A recursive model of one layer, run four times, learns S3's
+running products in rows of 16 and HashHop's chains of 2 among 4 pairs, plainly and with
+a number of loops that each step draws (`RandomLoops`, mean 4, at most 8). Then it reads
+rows twice as long with 1 to 8 loops. The question: does a model trained with 4 loops
+read better with 8? Prints the share of right tokens, three seeds. A stopped set goes on
+with the same command.
+
+    python experiments/relaxed_recursive_transformer/more_loops.py
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from recurjax.cli.options import parse
+from recurjax.data.tasks import (
+    HashHop,
+    StateTracking,
+    TaskConfig,
+    TaskData,
+    TaskDataset,
+)
+from recurjax.errors import UserError
+from recurjax.evaluation.accuracy import count_answers
+from recurjax.experiment import Experiment
+from recurjax.files.atomic import write_atomic
+from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.initialization import InitConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.machine import host
+from recurjax.model import Decoder, ModelConfig
+from recurjax.surgery.fewer_layers import with_loops
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.loop import train
+from recurjax.training.objective import NextToken, RandomLoops
+from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.run import load_run
+from recurjax.training.sweep import seeded, table_of, tell
+from recurjax.types import Batch
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer import TransformerConfig
+
+Way = Literal["plain", "random"]
+LOOPS = 4
+OBJECTIVES = {"plain": NextToken(), "random": RandomLoops(mean=LOOPS, most=2 * LOOPS)}
+_HOP = HashHop(size=2, hops=2, validation_rows=256)
+TASKS: dict[str, TaskConfig] = {
+    "s3": StateTracking(length=16, validation_length=32, validation_rows=256),
+    "hash_hop": replace(_HOP, length=_HOP.length_of(4)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Trains what is not trained yet and prints the table.
+
+    Attributes:
+      runs: one run directory each, and results.md.
+      tasks: s3, hash_hop.
+      ways: plain: always four loops; random: a number that each step draws.
+      loops: at test time.
+      width: D, heads of 16.
+      steps: of each run, 64 rows each.
+      seeds: how many runs of each.
+    """
+
+    runs: Path = Path("runs/more_loops")
+    tasks: tuple[str, ...] = tuple(TASKS)
+    ways: tuple[Way, ...] = ("plain", "random")
+    loops: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    width: int = 64
+    steps: int = 2000
+    seeds: int = 3
+
+    def __post_init__(self):
+        unknown = [name for name in self.tasks if name not in TASKS]
+        if unknown:
+            raise UserError(
+                f"--tasks {', '.join(unknown)}: there are {', '.join(TASKS)}"
+            )
+        if min(*self.loops, self.steps, self.seeds) < 1 or self.width % 16:
+            raise UserError(
+                "--loops, --steps and --seeds must be at least 1, --width a multiple "
+                "of 16"
+            )
+
+
+def experiment(options: Options, task: str, way: Way) -> Experiment:
+    """Returns a training of the recursive model."""
+    config = TASKS[task]
+    heads = options.width // 16
+    one_layer = TransformerConfig(
+        layers=LOOPS,
+        width=options.width,
+        attention=AttentionConfig(heads=heads, key_heads=heads, head_width=16),
+        mlp=MlpConfig(kind="gelu", width=4 * options.width),
+        init=InitConfig(std=None, embedding_std=None),
+    )
+    return Experiment(
+        name=f"{task}_{way}",
+        model=ModelConfig(
+            vocabulary=config.vocabulary,
+            stack=RelaxedRecursiveTransformerConfig(transformer=one_layer, loops=LOOPS),
+        ),
+        data=TaskData(task=config),
+        objective=OBJECTIVES[way],
+        optimizer=AdamW(learning_rate=1e-3),
+        schedule=Cosine(warmup_steps=options.steps // 10, end=0.1),
+        training=TrainingConfig(
+            steps=options.steps,
+            batch=64,
+            length=config.longest("train"),
+            checkpoint_every=max(1, options.steps // 4),
+        ),
+        evaluation=EvaluationConfig(batch=64),
+    )
+
+
+def doubled(task: TaskConfig) -> TaskConfig:
+    """Returns the task that is tested: twice as long as what was learned."""
+    if isinstance(task, HashHop):
+        deeper = replace(task, hops=2 * task.hops)
+        return replace(deeper, length=deeper.length_of(2 * task.pairs))
+    return task  # S3's test is as long by its own config
+
+
+def accuracy(model: Decoder, task: TaskConfig) -> float:
+    """Returns the share of right tokens on the test."""
+    rows = TaskDataset(config=TaskData(task=task)).loader(
+        "validation", length=task.longest("validation"), batch=64
+    )
+    right = total = 0
+    for row in rows:
+        batch = Batch(jnp.asarray(row["ids"]), jnp.asarray(row["targets"]))
+        counts = count_answers(model, batch)
+        right, total = right + int(counts.right.sum()), total + int(counts.total.sum())
+    return right / total
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains, tests with every number of loops and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="more_loops.py")
+    console, results = Console(stderr=True), {}
+    for seed, task, way in product(range(options.seeds), options.tasks, options.ways):
+        run = seeded(experiment(options, task, way), seed)
+        console.rule(run.name)
+        root = options.runs / run.name
+        if train(run, root, console=console).outcome != "finished":
+            console.print("stopped: the same command goes on from here")
+            return 130
+        model = load_run(root, report=console.print).model
+        shares = {
+            f"{loops} loops": accuracy(with_loops(model, loops), doubled(TASKS[task]))
+            for loops in options.loops
+        }
+        tell(results, f"{task}, {way}", seed, shares)
+        write_atomic(options.runs / "results.md", table_of("accuracy", results))
+    print(table_of("accuracy", results), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"more_loops.py: {error}")
