@@ -52,7 +52,7 @@ from recurjax.variants.transformer import TransformerConfig
 Way = Literal["plain", "random"]
 LOOPS = 4
 OBJECTIVES = {"plain": NextToken(), "random": RandomLoops(mean=LOOPS, most=2 * LOOPS)}
-_HOP = HashHop(size=2, hops=2, validation_rows=256)
+_HOP = HashHop(size=2, hops=2, length=128, validation_rows=256)
 TASKS: dict[str, TaskConfig] = {
     "s3": StateTracking(length=16, validation_length=32, validation_rows=256),
     "hash_hop": replace(_HOP, length=_HOP.length_of(4)),

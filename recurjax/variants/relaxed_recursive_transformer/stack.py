@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +295,40 @@ class RelaxedRecursiveTransformerStack(
                     kv = new
                 left = left | leave(b + 1, before, x)
         return x, ran
+
+    def repeating(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Tokens,
+        loops: Int[Array, ""],
+        *,
+        last: int,
+    ) -> Float[Array, "B T D"]:
+        """Runs entire rows for a number of loops that only the running program knows.
+
+        Loops beyond the model's take the deepest one's additions and norms.
+
+        Args:
+          loops: at least 1.
+          last: gradients pass through so many of the last loops, and stop before them.
+        """
+        self._check_cycle("repeating")
+        cache, act = self.init_cache(x.shape[0], 0, x.dtype), run_layer(tokens)
+
+        def run(stack: Self, b: Int[Array, ""], x: Array) -> Array:
+            b = jnp.minimum(b, self.config.loops - 1)
+            return stack._run_loop(b, act, x, cache.groups, cache)[0]
+
+        early = jnp.maximum(loops - last, 0)
+        x = self.enter(x, cache)
+        # A loop of unknown length has no reverse pass: nothing in it is differentiated.
+        frozen, x_frozen = jax.lax.stop_gradient((self, x))
+        deep = jax.lax.fori_loop(0, early, partial(run, frozen), x_frozen)
+        x = jnp.where(early > 0, deep, x)
+        for n in range(last):
+            b = early + n
+            x = jnp.where(b < loops, run(self, b, x), x)
+        return x
 
     def _check_cycle(self, name: str) -> None:
         """Raises ValueError unless a model of fewer loops is part of this one."""
