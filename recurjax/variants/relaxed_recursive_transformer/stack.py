@@ -315,7 +315,9 @@ class RelaxedRecursiveTransformerStack(
         self._check_cycle("repeating")
         cache, act = self.init_cache(x.shape[0], 0, x.dtype), run_layer(tokens)
 
-        def run(stack: Any, b: Int[Array, ""], x: Array) -> Array:
+        def run(
+            stack: "RelaxedRecursiveTransformerStack", b: Int[Array, ""], x: Array
+        ) -> Array:
             b = jnp.minimum(b, self.config.loops - 1)
             return stack._run_loop(b, act, x, cache.groups, cache)[0]
 
