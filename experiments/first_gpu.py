@@ -137,6 +137,11 @@ def drawn(L: int, B: int, T: int, D: int, H: int, dtype: Any) -> Drawn:
     return Drawn(spec, weights, x, for_z)
 
 
+def draw_layer(shape: dict[str, int], dtype: Any) -> Drawn:
+    """Draws one layer by its letters B, T, D and H."""
+    return drawn(1, shape["B"], shape["T"], shape["D"], shape["H"], dtype)
+
+
 def run_layers(
     x: jax.Array, weights: LayerWeights, spec: LayerSpec, **options: Any
 ) -> jax.Array:
@@ -289,7 +294,7 @@ def recurrent(m: Measurement, step: str, passes: str, *batches: int) -> None:
     """Times one Recurrent Transformer layer, next to the paper's milliseconds."""
     work: dict[str, tuple[Callable, tuple]] = {}
     for shape in m.layer_shapes(*batches):
-        spec, weights, x, for_z = drawn(1, *shape.values(), m.dtype)
+        spec, weights, x, for_z = draw_layer(shape, m.dtype)
 
         def forward(x: Any, w: Any, spec: Any = spec) -> Any:
             return run_layers(x, w, spec=spec)
@@ -364,7 +369,7 @@ def attention(m: Measurement) -> None:
     if find_spec("torch") is None:
         m.write("scans", name="torch", error="torch is not installed")
         return
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     device = "cpu" if m.tiny else "cuda"
     kind = torch.float32 if m.tiny else torch.bfloat16
@@ -391,7 +396,7 @@ def attention(m: Measurement) -> None:
 def profile(m: Measurement) -> None:
     """Writes the 30 kernels of one layer's two passes that take most of the time."""
     [shape] = m.layer_shapes(512)
-    spec, weights, x, for_z = drawn(1, *shape.values(), m.dtype)
+    spec, weights, x, for_z = draw_layer(shape, m.dtype)
 
     def both(x: Any, w: Any) -> Any:
         z, back = jax.vjp(partial(run_layers, spec=spec), x, w)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from recurjax.inference.generate import generate
     from recurjax.inference.sampling import SamplingConfig
     from recurjax.model import Decoder, ModelConfig, count_parameters
+    from recurjax.parameters import tabulate
     from recurjax.run_table import load_experiment
     from recurjax.training.loop import train
     from recurjax.training.run import load_run
@@ -40,6 +41,7 @@ __all__ = [
     "load_run",
     "open_dataset",
     "score",
+    "tabulate",
     "train",
 ]
 

@@ -181,6 +181,27 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return ".".join(_names(path))
 
 
+def tabulate(model: Any) -> str:
+    """Returns a table of a model's parameters: name, shape, dtype and size.
+
+    Takes a model or its shapes (`jax.eval_shape`). flax's `nnx.tabulate` describes the
+    arguments of every call and fails on NamedTuples, which tokens and caches are.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    rows = [
+        (parameter_name(path), str(leaf.shape), str(leaf.dtype), f"{leaf.size:,}")
+        for path, leaf in leaves
+    ]
+    rows.append(("total", "", "", f"{sum(leaf.size for _, leaf in leaves):,}"))
+    name, shape, dtype, size = (
+        max(map(len, column)) for column in zip(*rows, strict=True)
+    )
+    return "\n".join(
+        f"{row[0]:<{name}}  {row[1]:<{shape}}  {row[2]:<{dtype}}  {row[3]:>{size}}"
+        for row in rows
+    )
+
+
 def to_nested_dict(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a module, or a tree of modules, as nested dicts."""
     nested: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from recurjax.cli.evaluate.command import (
 )
 from recurjax.cli.evaluate.task import EvaluateTask
 from recurjax.cli.evaluate.text import EvaluateExits, EvaluateText
-from recurjax.cli.generate.command import GenerateOptions
+from recurjax.cli.generate import GenerateOptions
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.serve import ServeOptions
 from recurjax.errors import UserError

@@ -353,12 +353,10 @@ def test_models_configs_benches_and_plans_need_no_packages_of_data_and_commands(
     """An image made for GPUs often has jax, flax, optax and orbax alone."""
     starts = ("recurjax.experiment", "recurjax.model", "recurjax.bench")
     starts += ("recurjax.plan", "recurjax.inference", "pallas_kernels")
-    # PyTorch's side of a comparison runs in PyTorch's interpreter.
-    others = ("torch_side", "bench.data")
     names = sorted(
         name
         for name in modules()
-        if name.startswith(starts) and not name.endswith(others)
+        if name.startswith(starts) and not name.endswith("bench.data")
     )
     code = f"""
 import importlib, sys

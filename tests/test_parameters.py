@@ -17,6 +17,7 @@ from recurjax.parameters import (
     from_nested_dict,
     parameter_name,
     rule_of,
+    tabulate,
     to_nested_dict,
     torch_word,
 )
@@ -184,3 +185,13 @@ def test_a_last_word_of_another_part_meets_no_rule(name):
     assert find_rule(name) is None
     with pytest.raises(ValueError, match=f"{re.escape(name)} meets no rule"):
         rule_of(name)
+
+
+def test_a_table_of_parameters_has_every_name_and_their_total():
+    model = jax.eval_shape(lambda: Decoder(small(), rngs=nnx.Rngs(0)))
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    *lines, total = tabulate(model).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        parameter_name(path) for path, _ in leaves
+    ]
+    assert total.split() == ["total", f"{sum(leaf.size for _, leaf in leaves):,}"]

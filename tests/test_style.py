@@ -30,7 +30,6 @@ MANY_MODULES = {
 """Folders that hold more, and why."""
 READERS = {
     "recurjax.bench.torch_peer": "the answer of its own process",
-    "recurjax.bench.torch_side": "the question of its own process",
     "recurjax.convert.parity": "the answer of its own process",
     "recurjax.convert.torch.modules.decoder": "PyTorch's side: no recurjax",
     "recurjax.convert.torch.modules.hf_reference": "PyTorch's side, likewise",

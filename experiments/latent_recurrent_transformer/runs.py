@@ -1,4 +1,4 @@
-"""The paper's runs as a table, a miniature of them, and what they share.
+"""Latent Recurrent Transformer (LRT): the paper's runs, and a miniature of them.
 
 The runs of nanochat read FineWeb-Edu, prepared once with nanochat's BPE of 32,768
 tokens:

@@ -19,10 +19,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from device_memory import unless_out_of_memory
 from flax import nnx
 from paper_latency import PAPER, Table
 
-from recurjax.bench.memory import unless_out_of_memory
 from recurjax.bench.rat import mixers
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat

@@ -1,4 +1,4 @@
-"""The paper's runs as a table, a miniature of them, and what they share.
+"""RAT: the paper's runs, and a miniature of them.
 
 Two families, each prepared once:
 

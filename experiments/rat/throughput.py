@@ -18,9 +18,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from device_memory import largest_batch, unless_out_of_memory
 from flax import nnx
 
-from recurjax.bench.memory import largest_batch, unless_out_of_memory
 from recurjax.bench.report import device_name
 from recurjax.cli.options import parse
 from recurjax.errors import UserError

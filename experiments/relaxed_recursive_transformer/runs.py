@@ -1,4 +1,4 @@
-"""The paper's runs on SlimPajama as a table: uptraining, distillation, exits.
+"""Relaxed Recursive Transformers (RRT): uptraining, distillation, exits.
 
 Three pretrained models are imported and made recursive, SlimPajama is prepared with
 each one's tokenizer, then they train:

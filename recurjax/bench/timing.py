@@ -2,9 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -29,6 +29,15 @@ class BenchRow:
     median_ms: float
     min_ms: float
     tokens_per_s: float
+
+
+@runtime_checkable
+class Case(Protocol):
+    """What `recurjax bench` times: a module of this folder, or an entry of a table."""
+
+    def rows(self, *, large: bool, dtype: Any, repeats: int) -> Iterator[BenchRow]: ...
+
+    def summary(self, rows: list[BenchRow]) -> str: ...
 
 
 def row(

@@ -4,41 +4,37 @@ import difflib
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, cast
 
 import tyro
 from rich.console import Console
 
 from recurjax.bench.report import show, write
+from recurjax.bench.timing import Case
 from recurjax.cli.options import parse, shows_usage
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, RangeChecks
 
 BENCHES = {
-    "transformer": ("transformer",),
-    "recurrent_transformer": ("recurrent_transformer",),
-    "recurrent_prefill": ("ops:recurrent_prefill",),
-    "chunk_attention": ("ops:chunk_attention",),
-    "gated_scan": ("ops:gated_scan",),
-    "selective_scan": ("ops:selective_scan",),
-    "rat": ("rat",),
-    "latent_recurrent_transformer": ("latent_recurrent_transformer",),
-    "recurformer": ("recurformer",),
-    "relaxed_recursive_transformer": (
-        "relaxed_recursive_transformer",
-        "relaxed_recursive_engine",
-    ),
-    "relaxed_recursive_engine": ("relaxed_recursive_engine",),
-    "trainer": ("trainer",),
-    "data": ("data",),
-    "generate": ("generate",),
-    "machine": ("machine",),
+    "transformer": "transformer",
+    "recurrent_transformer": "recurrent_transformer",
+    "recurrent_prefill": "ops:recurrent_prefill",
+    "chunk_attention": "ops:chunk_attention",
+    "gated_scan": "ops:gated_scan",
+    "selective_scan": "ops:selective_scan",
+    "rat": "rat",
+    "latent_recurrent_transformer": "latent_recurrent_transformer",
+    "recurformer": "recurformer",
+    "relaxed_recursive_transformer": "relaxed_recursive_transformer",
+    "trainer": "trainer",
+    "data": "data",
+    "generate": "generate",
+    "machine": "machine",
 }
-"""What can be timed, and the modules of `recurjax.bench` whose `rows` time it; behind a
-colon one of a module's table."""
+"""What can be timed, and the `Case` that times it: a module of `recurjax.bench`; behind
+a colon an entry of its table."""
 
 
 USAGE = f"""usage: recurjax bench WHAT [options]
@@ -54,8 +50,7 @@ class Bench(RangeChecks):
     """Times a variant's passes, or the trainer, on the first device.
 
     Attributes:
-      what: a variant, `relaxed_recursive_engine` (an engine of early exits beside
-        whole texts), an op by backend (`recurrent_prefill`, `chunk_attention`,
+      what: a variant, an op by backend (`recurrent_prefill`, `chunk_attention`,
         `gated_scan`, `selective_scan`), `trainer` (the loop against the bare step, the
         data pipeline), `data` (a mixture of five parts against one corpus), `generate`
         (prefill and decode by the engine, of SmolLM2-135M's shape), or `machine` (what
@@ -64,8 +59,6 @@ class Bench(RangeChecks):
       large: the shapes of one accelerator; otherwise those of two CPU cores.
       dtype: of activations and matrix products.
       repeats: timed calls of each program, after its warm-up.
-      requests: in the queue of a bench that serves one; fewer are quicker.
-      slots: of its engines; None: the bench's own.
     """
 
     what: Annotated[str, tyro.conf.Positional]
@@ -73,8 +66,6 @@ class Bench(RangeChecks):
     large: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     repeats: PositiveInt = 10
-    requests: PositiveInt | None = None
-    slots: PositiveInt | None = None
 
 
 def run(argv: list[str]) -> int:
@@ -85,49 +76,31 @@ def run(argv: list[str]) -> int:
     # Before an hour of measurements that could not be kept.
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"there is no folder {options.json.parent} for --json")
-    served = {"requests": options.requests, "slots": options.slots}
-    served = {name: count for name, count in served.items() if count is not None}
     if options.what not in BENCHES:
         near = difflib.get_close_matches(options.what, BENCHES, n=1)
         known = ", ".join(BENCHES)
         hint = f"did you mean {near[0]}?" if near else f"known: {known}"
         raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
     # Imported when it is asked for: a bench brings its variant and jax with it.
-    benches = [_load(name) for name in BENCHES[options.what]]
-    serving = [
-        bench for bench in benches if "requests" in signature(bench.rows).parameters
-    ]
-    if served and not serving:
-        words = " and ".join(f"--{name}" for name in served)
-        raise UserError(f"{options.what} serves no queue: leave out {words}")
-    sizes = {
-        "large": options.large,
-        "dtype": options.dtype,
-        "repeats": options.repeats,
-    }
-    measured, summaries = [], []
-    for bench in benches:
-        bench_options = served if bench in serving else {}
-        rows = []
-        for row in bench.rows(**sizes, **bench_options):
-            # To standard error, row by row: the table comes at the end, which may be an
-            # hour off.
-            print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
-            rows.append(row)
-            # What was measured survives a bench that is interrupted.
-            if options.json is not None:
-                write([*measured, *rows], options.json)
-        summaries.append(bench.summary(rows))
-        measured += rows
+    bench, measured = _load(BENCHES[options.what]), []
+    for row in bench.rows(
+        large=options.large, dtype=options.dtype, repeats=options.repeats
+    ):
+        # To standard error, row by row: the table comes at the end, which may be an
+        # hour off.
+        print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
+        measured.append(row)
+        # What was measured survives a bench that is interrupted.
+        if options.json is not None:
+            write(measured, options.json)
     console = Console()
     # Into a file or a pipe the table gets a width that cuts no name.
     show(measured, console if console.is_terminal else Console(width=120))
-    print("\n".join(summaries))
+    print(bench.summary(measured))
     return 0
 
 
-def _load(name: str) -> Any:
-    """Imports what has the functions `rows` and `summary`."""
+def _load(name: str) -> Case:
     module, _, entry = name.partition(":")
     bench = import_module(f"recurjax.bench.{module}")
-    return bench.BENCHES[entry] if entry else bench
+    return bench.BENCHES[entry] if entry else cast(Case, bench)

@@ -115,6 +115,6 @@ def test_five_parts_are_timed_beside_one_corpus(monkeypatch):
 def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(BENCHES, "data", ("reached",))
+    monkeypatch.setitem(BENCHES, "data", "reached")
     answer = recurjax("bench", "data", "--json", tmp_path / "none" / "rows.json")
     assert_refused(answer, f"there is no folder {tmp_path}/none for --json")

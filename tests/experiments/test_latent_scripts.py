@@ -15,10 +15,7 @@ from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "latent_recurrent_transformer"
-SCRIPTS = (
-    *("latent_shakespeare", "prefill_sweeps", "ratio_sweep", "refinement_cost"),
-    "torch_nanochat",
-)
+SCRIPTS = (*("latent_shakespeare", "prefill_sweeps", "ratio_sweep", "refinement_cost"),)
 
 
 @pytest.fixture
@@ -143,35 +140,3 @@ def test_a_run_without_a_memory_is_told(script, tmp_path):
     run = saved(tmp_path / "plain", None)
     with pytest.raises(UserError, match="without a latent memory"):
         script("prefill_sweeps").main(["--run", run])
-
-
-def test_a_step_is_told_beside_nanochat_s(script, monkeypatch, tmp_path, capsys):
-    """Ours at the smallest size; theirs, a process of its own, is played."""
-    torch_nanochat = script("torch_nanochat")
-    asked = []
-
-    def answer_of(python, file, *, given, environment):
-        asked.append((json.loads(given)["eager"], environment))
-        assert file.is_file()
-        return {"forward_backward": 1e9, "train_step": 2e9, "parameters": counted}
-
-    monkeypatch.setattr(torch_nanochat, "answer_of", answer_of)
-    (tmp_path / "nanochat").mkdir()
-    (tmp_path / "nanochat" / "gpt.py").touch()
-    words = ["--batch", "1", "--length", "8", "--width", "32", "--layers", "1"]
-    words += ["--vocabulary", "16", "--turns", "1", "--repeats", "1"]
-    words += ["--torch-python", "python", "--nanochat"]
-    # Two embeddings, one of values, the block's 12 D^2, its gate, two scalars.
-    counted = 3 * 16 * 32 + 12 * 32**2 + 32 + 2
-    assert torch_nanochat.main([*words, str(tmp_path)]) == 0
-    path = {"PYTHONPATH": str(tmp_path)}
-    assert asked == [(True, path | {"TORCHDYNAMO_DISABLE": "1"}), (False, path)]
-    rows = capsys.readouterr().out.splitlines()
-    names = ["nanochat, eager", "nanochat, compiled", "ours"]
-    assert [row.split(" | ")[0][2:] for row in rows[2:]] == names
-    assert rows[4].count("(1.00)") == 2
-    counted += 1
-    with pytest.raises(UserError, match="nanochat's model has 13,859 parameters"):
-        torch_nanochat.main([*words, str(tmp_path)])
-    with pytest.raises(UserError, match="is no checkout of nanochat"):
-        torch_nanochat.main([*words, str(tmp_path / "nanochat")])

@@ -15,7 +15,7 @@ from recurjax.errors import UserError
 FOLDER = Path(__file__).parents[2] / "experiments" / "rat"
 SCRIPTS = (
     *("rat_shakespeare", "length_generalisation", "throughput", "latency", "cost"),
-    *("torch_layers", "sft_sets"),
+    *("device_memory", "sft_sets"),
 )
 
 
@@ -95,28 +95,6 @@ def test_the_papers_tables_are_whole(script):
     assert paper["decode", "rat16", 512, 4096] == "0.75"
     assert paper["decode", "rat64", 1024, 262144] == "13.45"
     assert paper["forward", "rat128", None, 65536] == "46.67"
-
-
-def test_the_comparison_divides_by_torchs_times(script):
-    torch_layers = script("torch_layers")
-    layers, passes = (torch_layers.THEIRS, *torch_layers.LAYERS), torch_layers.PASSES
-    times = {(8, layer, what): 4.0 for layer in layers for what in passes}
-    times[8, "rat16", "decode"] = 1.0
-    said = torch_layers.markdown(times).splitlines()
-    assert said[2] == "| PyTorch SDPA | 4.00 | 4.00 | 4.00 |"
-    assert said[4] == "| rat16 | 4.00 (1.00) | 4.00 (1.00) | 1.00 (0.25) |"
-
-
-@pytest.mark.slow
-def test_attention_in_torch_gives_our_output(script, capsys):
-    pytest.importorskip("torch", reason="the test extra torch is not installed")
-    torch_layers = script("torch_layers")
-    sizes = ["--lengths", "9", "--width", "8", "--heads", "2"]
-    few = ["--turns", "1", "--repeats", "1", "--threads", "1"]
-    assert torch_layers.main(["--torch-python", sys.executable, *sizes, *few]) == 0
-    said = capsys.readouterr().out
-    assert float(said.split("apart by ")[1].split()[0]) < 1e-5
-    assert all(f"| {name} |" in said for name in torch_layers.LAYERS)
 
 
 @pytest.mark.slow

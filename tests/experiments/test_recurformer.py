@@ -32,7 +32,7 @@ TABLE = FOLDER / "runs.py"
 SCRIPTS = (
     *("runs", "cache_table"),
     *("mqar", "hash_hop", "hash_hop_text", "smollm2"),
-    *("torch_mixer", "longest_prompt", "head_figures"),
+    *("longest_prompt", "head_figures"),
 )
 RUNS = load_runs(TABLE)
 SIZES = {"llama2_7b": 6738415616, "qwen2_0_5b": 494032768, "qwen2_7b": 7615616512}
@@ -245,20 +245,6 @@ def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     *table, lost = capsys.readouterr().out.splitlines()
     assert table[-1].startswith("| least | ")
     assert lost == "recent at beta 0.5, seed 0, diverged and has no score."
-
-
-def test_the_mixers_are_compared_in_a_table(script):
-    torch_mixer = script("torch_mixer")
-    sides, passes = torch_mixer.SIDES, torch_mixer.PASSES
-    times = {(8, side, what): 6.0 for side in sides for what in passes}
-    times[8, "recurjax", "forward"] = 1.5
-    del times[8, "transformers", "forward_backward"]
-    said = torch_mixer.markdown(times).splitlines()
-    assert said[2:5] == [
-        "| transformers | 6.0 |  |",
-        "| recurjax | 1.5 | 6.0 |",
-        "| times as fast | 4.0 |  |",
-    ]
 
 
 @pytest.mark.parametrize("bend", [-0.1, 0.0, 0.3])

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recurjax.cli.generate import command, run
+from recurjax.cli import generate as command
+from recurjax.cli.generate import run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 

@@ -16,34 +16,44 @@ free, which leaves R / e.
 
 The models are trained for a moment on this package's own source, byte by byte, so that
 rules have something to be sure of.
+
+    python experiments/relaxed_recursive_transformer/engine_over_depth.py --repeats 10
 """
 
 import math
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
+import recurjax
 from recurjax.bench.relaxed_recursive_transformer import transformer
-from recurjax.bench.step_parts import time_parts
-from recurjax.bench.timing import BenchRow
+from recurjax.bench.report import show, write
+from recurjax.bench.timing import BenchRow, in_turns
 from recurjax.bench.training_step import BenchedRun, one_device_step
-from recurjax.exits import ExitRule
+from recurjax.cli.options import parse
+from recurjax.errors import UserError
+from recurjax.exits import ExitRule, exits_of
+from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import NO_TOKEN, DecodeStrategy, Slots, empty_slots
 from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.inference.sampling import SamplingConfig
+from recurjax.machine import host
 from recurjax.model import Decoder, ModelConfig, StackConfig
+from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.training.objective import Exits, NextToken, Objective
 from recurjax.training.optimizers import AdamW
-from recurjax.types import Array, Batch
+from recurjax.types import Array, Batch, LoopPositions, Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
@@ -78,6 +88,27 @@ _GREEDY = SamplingConfig(temperature=0.0)  # `verify` is for greedy texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Options(RangeChecks):
+    """Times a queue of requests under each policy, on the first device.
+
+    Attributes:
+      json: also write the rows to this file.
+      large: the shapes of one accelerator; otherwise those of two CPU cores.
+      dtype: of activations and matrix products.
+      repeats: timed calls of each part; the queue runs a fifth as often, at least once.
+      requests: in the queue.
+      slots: of each engine; None: the shape's.
+    """
+
+    json: Path | None = None
+    large: bool = False
+    dtype: Dtype = "float32"
+    repeats: PositiveInt = 10
+    requests: PositiveInt = REQUESTS
+    slots: PositiveInt | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServedRow(BenchRow):
     """A queue's time under one policy; tokens a second are the new ones.
 
@@ -92,39 +123,42 @@ class ServedRow(BenchRow):
     figures: Mapping[str, float]
 
 
-def rows(
-    *,
-    large: bool,
-    dtype: Dtype,
-    repeats: int,
-    requests: int = REQUESTS,
-    slots: int | None = None,
-) -> Iterator[BenchRow]:
-    """Runs the queue on an engine of each policy, in turns of one process.
+def main(argv: list[str] | None = None) -> int:
+    """Measures, and prints a table and a line for each policy."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="engine_over_depth.py")
+    # Before an hour of measurements that could not be kept.
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {options.json.parent} for --json")
+    measured = list(rows(options))
+    show(measured, Console(width=120))
+    print(summary(measured))
+    if options.json is not None:
+        write(measured, options.json)
+    return 0
 
-    Args:
-      repeats: of the parts; the queue runs a fifth as often, at least once.
-      requests: in the queue.
-      slots: of each engine; None: the shape's.
-    """
-    shape = LARGE if large else SMALL
-    if slots is not None:
-        shape = shape | {"B": slots}
+
+def rows(options: Options) -> Iterator[ServedRow]:
+    """Runs the queue on an engine of each policy, in turns of one process."""
+    dtype, repeats, requests = options.dtype, options.repeats, options.requests
+    shape = LARGE if options.large else SMALL
+    if options.slots is not None:
+        shape = shape | {"B": options.slots}
     text, held_out = _source()
-    own, first, full = stacks(shape)
+    per_loop, first, full = stacks(shape)
     # Every loop learns to predict: rules look at what it says.
     exits = Exits(weights="weighted")
     models = {
         name: _trained(_model(stack, shape, dtype), shape, text, objective)
         for name, stack, objective in (
-            ("own", own, exits),
+            ("per_loop", per_loop, exits),
             ("first", first, exits),
             ("full", full, NextToken()),
         )
     }
     of: dict[Policy, str] = {"share": "first", "full": "full"}
     engines: dict[Policy, Engine] = {
-        policy: Engine(models[of.get(policy, "own")], _sizes(policy, shape))
+        policy: Engine(models[of.get(policy, "per_loop")], _sizes(policy, shape))
         for policy in POLICIES
         if policy != "static"
     }
@@ -134,10 +168,10 @@ def rows(
     seconds, counted = _in_turns(engines, queue, rounds=max(1, repeats // 5))
     # All parts in turns too, so that what slows the machine slows each.
     R, B = shape["R"], shape["B"]
-    parts = time_parts(models["own"], {B, R * B}, _length(shape), repeats=repeats)
+    parts = time_parts(models["per_loop"], {B, R * B}, _length(shape), repeats=repeats)
     figures = {}
     for policy, engine in engines.items():
-        model = models[of.get(policy, "own")]
+        model = models[of.get(policy, "per_loop")]
         rows_, over_depth = B, engine.config.exit is not None
         if policy == "verify":
             rows_ *= R  # a lane for each loop
@@ -184,11 +218,10 @@ def rows(
         )
 
 
-def summary(rows: list[BenchRow]) -> str:
+def summary(rows: list[ServedRow]) -> str:
     """Says of each policy its speed beside `sequence`, and beside its bound."""
-    served = [row for row in rows if isinstance(row, ServedRow)]
     lines = []
-    for row in served:
+    for row in rows:
         f = row.figures
         lines.append(
             f"{row.name.split('/')[1].removeprefix('engine_')}: {f['speedup']:.2f} "
@@ -214,7 +247,7 @@ def stacks(
     return looped(), looped(loop_cache="first"), base
 
 
-class Asked(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request of the queue."""
 
     prompt: np.ndarray
@@ -223,7 +256,7 @@ class Asked(NamedTuple):
 
 def draw_queue(
     shape: Mapping[str, int], text: np.ndarray, requests: int
-) -> list[Asked]:
+) -> list[QueuedRequest]:
     """Draws places of a text to go on from, and how far."""
     draw = np.random.default_rng(0)
     T, queue = shape["T"], []
@@ -232,7 +265,7 @@ def draw_queue(
         settings = RequestSettings(
             max_new_tokens=int(draw.integers(LEAST, MOST + 1)), sampling=_GREEDY
         )
-        queue.append(Asked(text[at : at + T], settings))
+        queue.append(QueuedRequest(text[at : at + T], settings))
     return queue
 
 
@@ -271,15 +304,14 @@ def _forced_bits(model: Decoder, texts: Array, *, strategy: DecodeStrategy) -> A
         slots, outputs = strategy.step(model, weights, slots, top=vocabulary)
         drew = outputs.tokens != NO_TOKEN
         given = texts[every, jnp.minimum(slots.drawn, P - 1)]
-        found = jnp.where(outputs.top == given[:, None], outputs.top_logprobs, 0).sum(
-            -1
-        )
+        is_given = outputs.top == given[:, None]
+        logprobs = jnp.where(is_given, outputs.top_logprobs, 0).sum(-1)
         # Another token than the drawn one is read next.
         slots = slots._replace(
             newest=jnp.where(drew, given, slots.newest),
             active=slots.active & (slots.drawn < P - 1),
         )
-        return slots, nats - jnp.where(drew, found, 0).sum()
+        return slots, nats - jnp.where(drew, logprobs, 0).sum()
 
     _, nats = jax.lax.while_loop(
         lambda carry: carry[0].active.any(), step, (slots, jnp.zeros(()))
@@ -294,7 +326,7 @@ class _Counted(NamedTuple):
 
 
 def _in_turns(
-    engines: Mapping[Policy, Engine], queue: list[Asked], *, rounds: int
+    engines: Mapping[Policy, Engine], queue: list[QueuedRequest], *, rounds: int
 ) -> tuple[dict[Policy, list[float]], dict[Policy, _Counted]]:
     seconds: dict[Policy, list[float]] = {policy: [] for policy in engines}
     counted = {}
@@ -317,7 +349,7 @@ def _in_turns(
     return seconds, counted
 
 
-def _serve(engine: Engine, queue: list[Asked], *, static: bool) -> None:
+def _serve(engine: Engine, queue: list[QueuedRequest], *, static: bool) -> None:
     size = engine.slots if static else len(queue)
     for start in range(0, len(queue), size):
         for prompt, settings in queue[start : start + size]:
@@ -367,7 +399,7 @@ def _length(shape: Mapping[str, int]) -> int:
 
 def _source() -> tuple[np.ndarray, np.ndarray]:
     """Returns this package's source as bytes: nine tenths, and the last."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    files = sorted(Path(recurjax.__file__).parent.rglob("*.py"))
     text = np.frombuffer(b"".join(map(Path.read_bytes, files)), np.uint8)
     cut = len(text) * 9 // 10
     return text[:cut].astype(np.int32), text[cut:].astype(np.int32)
@@ -375,3 +407,88 @@ def _source() -> tuple[np.ndarray, np.ndarray]:
 
 def _model(stack: StackConfig, shape: Mapping[str, int], dtype: Dtype) -> ModelConfig:
     return ModelConfig(vocabulary=shape["V"], dtype=dtype, stack=stack)
+
+
+class Parts(NamedTuple):
+    """Seconds of what a step is made of, on so many rows: p, h and m."""
+
+    block: float
+    head: float
+    missing: float
+
+
+def time_parts(
+    model: Decoder, row_counts: set[int], length: int, *, repeats: int
+) -> dict[int, Parts]:
+    """Times a plain pass of the block, the head, and what propagates, in turns."""
+    exits = exits_of(model).exits
+    calls: dict[tuple[str, int], Callable[[], Any]] = {}
+    for rows_ in row_counts:
+        calls["loops", rows_] = _loops(model, rows_, length)
+        calls["head", rows_] = _head(model, rows_)
+        calls["missing", rows_] = _missing(model, rows_, length)
+    # They take milliseconds at most.
+    times = in_turns(calls, repeats=10 * repeats)
+    least = {name: min(turns) for name, turns in times.items()}
+    return {
+        rows_: Parts(
+            least["loops", rows_] / exits,
+            least["head", rows_],
+            least["missing", rows_],
+        )
+        for rows_ in row_counts
+    }
+
+
+def _loops(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
+    @partial(jax.jit, donate_argnums=2)
+    def run(model: Decoder, x: Array, cache: Any) -> Any:
+        return model.stack(x, cache, Tokens(jnp.zeros((rows_, 1), jnp.int32)))
+
+    x = _states(model, rows_)
+    held = [model.init_cache(rows_, length, cache_dtype(model))]
+
+    def call() -> Array:
+        y, held[0] = run(model, x, held[0])
+        return y
+
+    return call
+
+
+def _head(model: Decoder, rows_: int) -> Callable[[], Any]:
+    run = jax.jit(lambda model, x: model.logits(model.final_norm(x)))
+    return partial(run, model, _states(model, rows_))
+
+
+def _missing(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
+    weights = jax.jit(lambda model: exits_of(model).tick_weights())(model)
+    lanes = LoopPositions(
+        loop=jnp.zeros((rows_, 1), jnp.int32),
+        position=jnp.full((rows_, 1), length // 2),
+        live=jnp.ones((rows_, 1), bool),
+    )
+
+    @partial(jax.jit, donate_argnums=2)
+    def run(model: Decoder, x: Array, cache: Any, weights: Any) -> Any:
+        return exits_of(model).fill_ticks(x, lanes, cache, weights)
+
+    x = _states(model, rows_)
+    held = [exits_of(model).init_ticks(rows_, length, cache_dtype(model))]
+
+    def call() -> Any:
+        held[0] = run(model, x, held[0], weights)
+        return held[0].keys[0]
+
+    return call
+
+
+def _states(model: Decoder, rows_: int) -> Array:
+    return jnp.ones((rows_, 1, model.config.stack.width), model.config.dtype)
+
+
+if __name__ == "__main__":
+    host.prepare()  # as the command line, whose figures these are compared with
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"engine_over_depth.py: {error}")

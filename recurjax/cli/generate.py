@@ -1,7 +1,10 @@
 """`recurjax generate`: continues prompts with the model of a run directory."""
 
 import dataclasses
+import hashlib
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +12,6 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from recurjax.cli.generate.json_lines import JsonLinesWriter
 from recurjax.cli.options import parse, shows_usage
 from recurjax.convert.hub import imported_run
 from recurjax.data.tokenizers import text_ends
@@ -222,7 +224,7 @@ def run(argv: list[str]) -> int:
 
 def _open_lines(
     prompts: list[str], options: GenerateOptions, step: int, shared: dict[str, Any]
-) -> JsonLinesWriter:
+) -> "_TextLines":
     assert options.json_lines is not None
     if jax.process_count() > 1:
         raise UserError("--json-lines is for one process: leave it out")
@@ -239,7 +241,7 @@ def _open_lines(
         settings |= {"exit": options.exit, "missing": options.missing}
     if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:
         settings["ends"] = sorted(others)
-    lines = JsonLinesWriter(options.json_lines, prompts, settings)
+    lines = _TextLines(options.json_lines, prompts, settings)
     if lines.done:
         _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
     return lines
@@ -343,3 +345,72 @@ def _tell(text: str) -> None:
     if jax.process_index() > 0:
         return
     print(text, file=sys.stderr)
+
+
+_LINE_FIELDS = {"number": int, "prompt": str, "text": str, "tokens": list}
+_LINE_FIELDS |= {"finish_reason": str, "settings": str}
+
+
+class _TextLines:
+    """Texts in a file of JSON lines, one a prompt, in the order in which they end.
+
+    A run that was killed continues where it stopped.
+
+    Attributes:
+      done: lines by the number of their prompt, from 0.
+    """
+
+    def __init__(self, file: Path, prompts: Sequence[str], settings: Mapping[str, Any]):
+        """Reads what an earlier run has left; a last line that a kill cut off goes.
+
+        Args:
+          settings: what decides a text beside its prompt.
+
+        Raises:
+          UserError: the file holds something else, or texts of other settings.
+        """
+        self._file = file
+        # A digest stands in every line, so that texts of two settings never mix.
+        text = json.dumps(settings, sort_keys=True).encode()
+        self._settings = hashlib.sha256(text).hexdigest()[:16]
+        self.done: dict[int, dict[str, Any]] = {}
+        try:
+            data = file.read_bytes() if file.exists() else b""
+            # A line without its end was cut off by a kill: its text is made anew.
+            whole = data[: data.rfind(b"\n") + 1]
+            for row, line in enumerate(whole.splitlines(), start=1):
+                self._remember(line, f"line {row} of {file}", prompts)
+            if data != whole:
+                with file.open("r+b") as opened:
+                    opened.truncate(len(whole))
+            file.open("ab").close()  # Told now if it cannot be written, not after work.
+        except OSError as error:
+            raise UserError(f"cannot write texts to {file}: {error}") from error
+
+    def add(self, number: int, line: Mapping[str, Any]) -> None:
+        """Writes a prompt's line."""
+        line = {"number": number, **line, "settings": self._settings}
+        self.done[number] = line
+        # Opened and closed for each line, so that a kill finds it with the system.
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json_text(line, ensure_ascii=False) + "\n")
+
+    def _remember(self, data: bytes, where: str, prompts: Sequence[str]) -> None:
+        line = parse_json(data, where)
+        kinds = line if isinstance(line, dict) else {}
+        if any(
+            type(kinds.get(name)) is not kind for name, kind in _LINE_FIELDS.items()
+        ):
+            raise UserError(f"{where} is no text of an earlier run: name another file")
+        number = line["number"]
+        if line["settings"] != self._settings:
+            raise UserError(
+                f"{where} was made with other settings or another checkpoint: name "
+                "another file, or use the same again"
+            )
+        if not 0 <= number < len(prompts) or prompts[number] != line["prompt"]:
+            raise UserError(
+                f"{where} continues another prompt than number {number + 1} of these: "
+                "name another file, or give the same prompts again"
+            )
+        self.done[number] = line

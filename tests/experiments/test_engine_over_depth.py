@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from recurjax.bench import relaxed_recursive_engine as bench
-from recurjax.cli.main import main
+from experiments.relaxed_recursive_transformer import engine_over_depth as bench
 from recurjax.inference.engine.slots import SequenceWise
 from recurjax.types import Tokens
 from tests.training.compilation import unoptimized
@@ -23,7 +22,7 @@ def tiny(monkeypatch):
 
 @pytest.mark.slow  # Six engines and three models to compile.
 def test_every_policy_has_a_row(unoptimized, tiny):
-    rows = list(bench.rows(large=False, dtype="float32", repeats=1, requests=3))
+    rows = list(bench.rows(bench.Options(repeats=1, requests=3)))
     names = [f"relaxed_recursive_transformer/engine_{p}/serve" for p in bench.POLICIES]
     assert [row.name for row in rows] == names
     figures = {p: row.figures for p, row in zip(bench.POLICIES, rows, strict=True)}
@@ -52,13 +51,13 @@ def test_bits_of_a_given_text_are_those_of_the_whole_rows(unoptimized, tiny):
     model = build(config)
     length = SIZES["T"] + 6
     text = np.random.default_rng(0).integers(0, 257, 2 * length).astype(np.int32)
-    message = bench.held_out_bits(model, SequenceWise(), text, SIZES)
+    bits = bench.held_out_bits(model, SequenceWise(), text, SIZES)
     rows = text.reshape(2, length)
     logits, _ = model(Tokens(rows[:, :-1]), model.init_cache(2, 0))
     logits = np.asarray(logits, np.float64)
     sums = np.log(np.exp(logits).sum(-1))
     own = np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
-    assert message == pytest.approx((sums - own).mean() / np.log(2), rel=1e-5)
+    assert bits == pytest.approx((sums - own).mean() / np.log(2), rel=1e-5)
 
 
 def test_a_queue_is_drawn_once_and_fits_the_slots():
@@ -70,12 +69,3 @@ def test_a_queue_is_drawn_once_and_fits_the_slots():
         np.testing.assert_array_equal(first.prompt, other.prompt)
         assert len(first.prompt) == bench.SMALL["T"]
         assert 16 <= first.settings.max_new_tokens <= 256
-
-
-def test_requests_are_for_a_bench_that_serves_them(capsys):
-    assert main(["bench", "transformer", "--requests", "4"]) == 2
-    assert "transformer serves no queue" in capsys.readouterr().err
-    assert main(["bench", "relaxed_recursive_engine", "--requests", "0"]) == 2
-    assert "--requests: must be >= 1" in capsys.readouterr().err
-    assert main(["bench", "transformer", "--slots", "4"]) == 2
-    assert "serves no queue: leave out --slots" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from recurjax.bench.memory import largest_batch, unless_out_of_memory
+from experiments.rat.device_memory import largest_batch, unless_out_of_memory
 
 
 def fail(text):
