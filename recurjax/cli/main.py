@@ -27,12 +27,12 @@ COMMANDS = {
     "data": "prepare token shards (recurjax data prepare)",
     "bench": "time a model's or an operation's passes",
     "experiments": "list the experiments that come with recurjax",
-    "new": "copy an experiment into a file to edit",
+    "new": "write an experiment into a file to edit",
     "compilers": "fetch the compilers that plan uses",
     "doctor": "what is here, what works, and why the rest does not",
 }
 
-_FOLDERS = {"card": "push.card"}
+_FOLDERS = {"card": "push.card", "new": "experiments.new"}
 """Commands whose file is in another command's folder."""
 
 _INTERRUPTED = 130

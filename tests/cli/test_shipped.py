@@ -11,7 +11,7 @@ import pytest
 
 import recurjax as package
 from recurjax.cli import doctor
-from recurjax.cli.new import source_of
+from recurjax.cli.experiments.new import source_of
 from recurjax.errors import UserError
 from recurjax.experiment import (
     FieldChange,
