@@ -338,6 +338,14 @@ def test_after_training_in_torch_the_new_numbers_come_back(tmp_path):
     np.testing.assert_array_equal(back[0], want[0])
 
 
+def test_names_as_transformers_saves_them_are_read(tmp_path):
+    run = run_of(STACKS["recurformer"], tmp_path)
+    to_torch(run, tmp_path / "out", check=False)
+    file = tmp_path / "out" / "model.safetensors"
+    save_file({f"model.{name}": w for name, w in load_file(file).items()}, file)
+    assert_same_parameters(from_torch(tmp_path / "out").model, run.model)
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_the_module_is_one_file_that_imports_torch_safetensors_and_numpy(name):
     tree = ast.parse(torch_source(STACKS[name]))

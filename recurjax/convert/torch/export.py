@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from recurjax.config_json import from_json, to_json
 from recurjax.convert import parity
 from recurjax.convert.formats.safetensors_files import SINGLE, open_directory
+from recurjax.convert.formats.tensors import RenamedTensors, TensorSource
 from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.hugging_face.names import hf_pieces
 from recurjax.convert.hugging_face.write_config import exported, hf_keys
@@ -417,7 +418,18 @@ def from_torch(
         tokenizer = ByteTokenizer(bos=data.tokenizer.bos)
     else:
         tokenizer = load_tokenizer(directory)
-    source = open_directory(directory)
+    source = _without_prefix(open_directory(directory))
     # The tensors' names and shapes come from the model, not from the file.
     model = load_model(config, torch_pieces(config), source, mesh=mesh, report=report)
     return LoadedRun(experiment, model, tokenizer, step)
+
+
+def _without_prefix(source: TensorSource) -> TensorSource:
+    """Returns the tensors by the plain module's names.
+
+    What `save_pretrained` writes has the wrapper's prefix, "model.layers.0...".
+    """
+    if not all(name.startswith("model.") for name in source.tensors):
+        return source
+    names = {name.removeprefix("model."): name for name in source.tensors}
+    return RenamedTensors(source, names)
