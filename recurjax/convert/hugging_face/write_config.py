@@ -60,8 +60,10 @@ def hf_keys(
             continue
         differences[name] = model_differences(exported(config), back)
         if not differences[name]:
-            tokens = {"bos_token_id": bos, "eos_token_id": eos}
-            return keys | tokens | ({} if pad is None else {"pad_token_id": pad})
+            # Null where there is none: a config class of transformers may otherwise
+            # take a token of its own family, which this vocabulary can lack.
+            tokens = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+            return keys | tokens
     # The one with fewest differences, so that the reader sees what is in the way.
     nearest = min(differences, key=lambda name: len(differences[name]))
     raise UserError(
