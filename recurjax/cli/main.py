@@ -156,7 +156,12 @@ def _find(name: str) -> Callable[[list[str]], int]:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}: {hint}")
-    return import_module(f"recurjax.cli.{_FOLDERS.get(name, name)}").run
+    return import_module(module_of(name)).run
+
+
+def module_of(name: str) -> str:
+    """Returns the module that runs a command."""
+    return f"recurjax.cli.{_FOLDERS.get(name, name)}"
 
 
 def _check_text(argv: Sequence[str]) -> None:

@@ -5,7 +5,6 @@
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +129,7 @@ def _with_fitting_warmup(
     shorter = round(warmup * steps / full)
     print(
         f"{steps} steps instead of {full}: the warm-up is {shorter} steps instead of "
-        f"{warmup} (--schedule.warmup-steps sets it)",
-        file=sys.stderr,
+        f"{warmup} (--schedule.warmup-steps sets it)"
     )
     schedule = dataclasses.replace(experiment.schedule, warmup_steps=shorter)
     return dataclasses.replace(experiment, schedule=schedule)

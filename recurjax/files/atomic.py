@@ -38,9 +38,7 @@ def write_atomic(file: Path, content: str | bytes) -> None:
     mode = _mode_of(target)
     data = content.encode() if isinstance(content, str) else content
     aside = _aside(target)
-    # Opened so that it must be new: a file or link that somebody else put there under
-    # this name, which nobody can guess, would be an error and is never written through.
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = _create(aside)
     try:
         with os.fdopen(descriptor, "wb") as opened:
             if mode is not None:
@@ -133,10 +131,19 @@ def _mode_of(target: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
+def _create(file: Path) -> int:
+    """Opens a file that must be new.
+
+    A file or link that somebody else put there under this name, which nobody can guess,
+    is an error and is never written through.
+    """
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
 def _usual_mode(folder: Path) -> int:
     """Returns the permissions of a new file, which the process' umask decides."""
     probe = _aside(folder / "mode")
-    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = _create(probe)
     try:
         return stat.S_IMODE(os.fstat(descriptor).st_mode)
     finally:

@@ -110,9 +110,10 @@ def _product(x: Array, weight: Array) -> Array:
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-def _rounded(rows: Float[Array, "P N"], weight: Float[Array, "N M"]) -> Array:
+def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:
     """Computes the product in the operands' dtype."""
-    if rows.dtype == jnp.bfloat16 and target.widens_bfloat16():
+    # Rows cut over devices keep their axes.
+    if rows.ndim == 2 and rows.dtype == jnp.bfloat16 and target.widens_bfloat16():
         return _wide(rows, weight)
     return rows @ weight
 

@@ -150,7 +150,7 @@ def test_fewer_steps_shorten_the_warm_up_in_proportion(capsys):
 
     assert warmup("--training.steps", "45") == 4
     line = "45 steps instead of 450: the warm-up is 4 steps instead of 40"
-    assert line in capsys.readouterr().err
+    assert line in capsys.readouterr().out
     assert warmup("--training.steps=10") == 1
     assert warmup("--training.steps", "900") == warmup() == 40
     given = ("--training.steps", "45", "--schedule.warmup_steps", "40")

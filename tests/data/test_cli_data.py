@@ -46,8 +46,12 @@ def test_every_format_is_known_by_its_name(files):
 def test_the_printed_config_opens_what_was_prepared(files, capsys):
     prepared(files, "--corpus", str(files / "*.txt"), "--tokenizer", "bpe:300")
     printed = capsys.readouterr()
+    code, command = printed.out.split("in an experiment:")[1].split(
+        "on the command line:"
+    )
+    assert command.strip().startswith("recurjax train quickstart --corpus ")
     config = eval(
-        printed.out.split("in an experiment:")[1].strip(),
+        code.strip(),
         {
             "DataConfig": DataConfig,
             "Prepared": Prepared,

@@ -708,7 +708,7 @@ def main(options: Options) -> int:
     # jax warns of forks; none of our processes has a device when it forks.
     warnings.filterwarnings("ignore", message=".*fork.*")
     for name in command_line.COMMANDS:
-        import_module(f"recurjax.cli.{name}")
+        import_module(command_line.module_of(name))
     rooms = HOST_ROOMS + (DEVICE_ROOMS if options.device else ())
     limits = {"seconds": options.seconds, "gigabytes": options.gigabytes}
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
