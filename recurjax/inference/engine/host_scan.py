@@ -251,9 +251,7 @@ class _Tape:
         params, body = eqn.params, eqn.params["body_jaxpr"]
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
-        test = _compile(
-            jaxpr_as_fun(params["cond_jaxpr"]), params["cond_jaxpr"].in_avals
-        )
+        test = _compiled_condition(params["cond_jaxpr"])
         tested, constants, state = (
             operands[:first],
             operands[first:last],
@@ -539,6 +537,11 @@ def _compiled(
     part = jaxpr.replace(constvars=(), invars=inputs, outvars=outputs, eqns=eqns)
     function = jaxpr_as_fun(ClosedJaxpr(part, ()))
     return _compile(function, map(_shape, inputs), donated)
+
+
+@cache
+def _compiled_condition(condition: ClosedJaxpr) -> Callable[..., Sequence[Any]]:
+    return _compile(jaxpr_as_fun(condition), condition.in_avals)
 
 
 def _shape(atom: Any) -> jax.ShapeDtypeStruct:
