@@ -32,7 +32,7 @@ test: lint
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.installed-test
-	$(PYTEST) -m "slow and not sweep"
+	RECURJAX_TEST_SHAPES=0 $(PYTEST) -m "slow and not sweep"
 
 test-all: lint
 	$(PYTEST)
@@ -43,7 +43,7 @@ TORCH_TESTS := tests/convert/test_to_torch.py tests/convert/test_auto_model.py \
   tests/data/test_transformers.py tests/training/test_torch_peer.py
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
 test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
-	RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)
+	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -17,8 +17,12 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-# An image made for GPUs often has no beartype: shapes are then not checked.
-SHAPES_CHECKED = find_spec("beartype") is not None
+# An image made for GPUs often has no beartype. The checks take a quarter of the suite's
+# time: `make test` has them, `make test-slow` and `make test-torch` do without.
+SHAPES_CHECKED = (
+    find_spec("beartype") is not None
+    and os.environ.get("RECURJAX_TEST_SHAPES", "1") != "0"
+)
 if SHAPES_CHECKED:
     install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")
 
@@ -35,7 +39,9 @@ those that start commands in processes of their own or read what a compiler made
 
 def pytest_report_header():
     if not SHAPES_CHECKED:
-        return "beartype is not installed: annotated shapes are not checked"
+        return (
+            "annotated shapes are not checked (RECURJAX_TEST_SHAPES=0, or no beartype)"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
