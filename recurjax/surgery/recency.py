@@ -120,10 +120,7 @@ def measure_recency(
     count, texts = np.zeros(shape, np.int64), 0
     recency = None
     for ids in batches:
-        x = model.embed(ids)
-        # What a head reads: positions are added as the stack does it.
-        if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
-            x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
+        x = _first_input(model, ids)
         for layer in range(config.layers):
             x, scores = _layer_recency(
                 model.stack, x, jnp.asarray(layer), window=window
@@ -175,6 +172,21 @@ def settled_choice(share: float, scope: Scope) -> Callable[[HeadRecency], bool]:
     return stop
 
 
+def _first_input(model: Decoder, ids: np.ndarray) -> Float[Array, "B T D"]:
+    """Returns what the first layer reads: positions are added as the stack does it."""
+    x = model.embed(ids)
+    if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
+    return x
+
+
+def _block_output(stack, block, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Runs a layer on entire texts."""
+    cache = stack.init_cache(x.shape[0], 0, x.dtype).groups[0]
+    x, _ = block(x, cache, Tokens(jnp.zeros(x.shape[:2], jnp.int32)))
+    return x
+
+
 @partial(jax.jit, static_argnames="window")
 def _layer_recency(
     stack, x: Float[Array, "B T D"], layer: Int[Array, ""], *, window: int
@@ -187,7 +199,7 @@ def _layer_recency(
     # The block's own queries, keys and values, norms and positions applied.
     config = stack.config.attention
     q, k, v = block.attention.queries_keys_values(block.attention_input(x))
-    B, T, H, _ = q.shape
+    T, H = q.shape[1:3]
     v = v.astype(jnp.promote_types(v.dtype, jnp.float32))
     norms = jnp.stack([jnp.linalg.norm(v, ord=n, axis=-1) for n in (1, 2)])
 
@@ -209,9 +221,7 @@ def _layer_recency(
 
     # One head after another: [B, T, T] weights of all would not fit.
     scores = jax.lax.map(head, jnp.arange(H))
-    cache = stack.init_cache(B, 0, x.dtype).groups[0]
-    tokens = Tokens(jnp.zeros((B, T), jnp.int32))
-    x, _ = block(x, cache, tokens)
+    x = _block_output(stack, block, x)
     # lax.map stacks head by head, [H, B, ...].
     ratios, shares, contributions = scores
     return x, (ratios.T, shares.T, contributions.swapaxes(0, 1))
@@ -243,9 +253,7 @@ def mean_attention(
     sums: dict[tuple[int, int], list[Any]] = {each: [0.0, 0.0] for each in heads}
     texts = 0
     for ids in batches:
-        x = model.embed(ids)
-        if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
-            x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
+        x = _first_input(model, ids)
         for layer in range(1 + max(layer for layer, _ in sums)):
             numbers = tuple(head for l, head in sums if l == layer)
             x, parts = _layer_attention(
@@ -272,9 +280,7 @@ def _layer_attention(
         weights = _weights(config, q[:, :, number], k[:, :, group])
         norms = jnp.linalg.norm(v[:, :, group].astype(jnp.float32), axis=-1)
         sums.append((weights.sum(0), norms.sum(0)))
-    cache = stack.init_cache(x.shape[0], 0, x.dtype).groups[0]
-    x, _ = block(x, cache, Tokens(jnp.zeros(x.shape[:2], jnp.int32)))
-    return x, sums
+    return _block_output(stack, block, x), sums
 
 
 def choose_heads(
