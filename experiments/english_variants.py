@@ -12,7 +12,6 @@ set goes on with the same command.
     python experiments/english_variants.py english.txt --runs runs/english
 """
 
-import io
 import statistics
 import sys
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from recurjax.cli.options import parse
 from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_figure
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import UNIT_VARIANCE
 from recurjax.layers.mlp import MlpConfig
@@ -193,9 +192,7 @@ def plot(runs: list[Experiment], options: Options, png: Path) -> None:
     for axes in (by_tokens, by_time):
         axes.grid(alpha=0.3)
     by_tokens.legend(fontsize=8)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    write_atomic(png, content.getvalue())
+    write_figure(figure, png)
 
 
 def main(argv: list[str] | None = None) -> int:

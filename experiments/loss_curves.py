@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
+from recurjax.files.atomic import write_figure
 from recurjax.training.run import RunDirectory
 from recurjax.training.run.metrics import read_rows
 
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         axes.set_xscale("log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(options.png, dpi=120)
+    write_figure(figure, options.png)
     return 0
 
 

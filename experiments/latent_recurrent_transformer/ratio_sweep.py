@@ -13,7 +13,6 @@ release reads its Table 5. `--small` does the same with the four layers of width
 the embedded text, for two CPU cores.
 """
 
-import io
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.evaluation.core import ZERO_MEMORY
 from recurjax.experiment import Experiment
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_atomic, write_figure
 from recurjax.machine import host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
@@ -180,9 +179,7 @@ def draw(points: list[RatioPoint], file: Path) -> None:
         axes.set_ylabel("CORE" if column == "core" else "validation bits a byte")
         axes.grid(alpha=0.3, which="both")
         axes.legend()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    write_atomic(file, drawn.getvalue())
+    write_figure(figure, file)
 
 
 def _name(model: str, depth: int, ratio: int) -> str:

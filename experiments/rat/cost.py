@@ -7,14 +7,13 @@ it runs anywhere in seconds. With --png the picture is written too.
     python experiments/rat/cost.py --png cost.png
 """
 
-import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_figure
 from recurjax.variants.rat import MixerConfig, presets
 from recurjax.variants.rat.mixers import MixerCost, mixer_cost
 
@@ -95,9 +94,7 @@ def draw(rows: dict[str, list[MixerCost]], png: Path) -> None:
     for axes in (left, two):
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    write_atomic(png, drawn.getvalue())
+    write_figure(figure, png)
 
 
 def main(argv: list[str] | None = None) -> int:

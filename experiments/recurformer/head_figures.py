@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from recurjax.cli.convert.surgery import BATCH, cut_text
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_figure
 from recurjax.machine import host
 from recurjax.surgery.recency import HeadRecency, mean_attention, measure_recency
 from recurjax.training.run import load_run
@@ -91,7 +92,7 @@ def figure_5(weights: np.ndarray, norms: np.ndarray, file: Path) -> None:
     ):
         figure.colorbar(axes.imshow(image, cmap="viridis"))
         axes.set(xlabel="key", ylabel="query", title=title)
-    figure.savefig(file, dpi=120)
+    write_figure(figure, file)
 
 
 def figure_8(maps: dict[str, np.ndarray], file: Path) -> None:
@@ -103,7 +104,7 @@ def figure_8(maps: dict[str, np.ndarray], file: Path) -> None:
         # Weights fall off by orders of magnitude: their square roots are drawn.
         axes.imshow(np.sqrt(weights), cmap="viridis")
         axes.set(xlabel="key", ylabel="query", title=title)
-    figure.savefig(file, dpi=120)
+    write_figure(figure, file)
 
 
 def main(argv: list[str] | None = None) -> int:

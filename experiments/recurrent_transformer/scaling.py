@@ -17,7 +17,6 @@ The paper's plot of one layer's latency over N, at its width and batch, on a GPU
 
 import argparse
 import dataclasses
-import io
 import json
 import sys
 from functools import partial
@@ -33,7 +32,7 @@ from recurjax.bench.recurrent_transformer import (
 )
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_atomic, write_figure
 from recurjax.machine import host
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -115,9 +114,7 @@ def draw(points: list[ScalingPoint], png: Path) -> None:
         axes.set_title(title)
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    write_atomic(png, drawn.getvalue())
+    write_figure(figure, png)
 
 
 def main(arguments: list[str] | None = None) -> list[ScalingPoint]:

@@ -15,7 +15,6 @@ One core trains 10,000 to 20,000 tokens a second (RT and LRT a third to a half o
 so that a seed of mqar and needles takes about half an hour, and all tasks a night.
 """
 
-import io
 import json
 import statistics
 import sys
@@ -35,7 +34,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import accuracy, count_answers
 from recurjax.evaluation.hash_hop import read_chains
 from recurjax.experiment import Experiment
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_atomic, write_figure
 from recurjax.machine import compiled_programs, host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
@@ -280,9 +279,7 @@ def plot(
     axes.set_title(f"{task}, {seeds} seeds" if seeds > 1 else f"{task}, one seed")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    write_atomic(png, content.getvalue())
+    write_figure(figure, png)
 
 
 def write_results(out: Path, tasks: dict[str, TaskConfig]) -> str:

@@ -1,6 +1,5 @@
 """How often a model's likeliest token is the answer, where one is asked."""
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int, Shaped
 
 from recurjax.data.tasks import RowLabels
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_figure
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.training.objective import NextToken, Objective
@@ -278,9 +277,7 @@ def plot_by_slice(
         axes.set_ylim(-0.02, 1.02)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    write_atomic(png, drawn.getvalue())
+    write_figure(figure, png)
 
 
 class _RowCounts(NamedTuple):

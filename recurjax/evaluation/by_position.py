@@ -1,6 +1,5 @@
 """The loss at each position of a row: how a model reads what is longer than it knew."""
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_figure
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
@@ -105,9 +104,7 @@ def plot_by_position(
     axes.set_ylabel("loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    write_atomic(png, drawn.getvalue())
+    write_figure(figure, png)
 
 
 @partial(jax.jit, static_argnames=("chunks", "mesh"))

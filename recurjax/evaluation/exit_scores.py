@@ -31,7 +31,7 @@ from recurjax.exits import (
     head_score,
 )
 from recurjax.files.arrays import Expected, read_arrays
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_atomic, write_figure
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
 
@@ -247,9 +247,7 @@ def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
     axes.set(xlabel="loops a token (mean)", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    write_atomic(png, drawn.getvalue())
+    write_figure(figure, png)
 
 
 @jax.jit

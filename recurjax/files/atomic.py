@@ -8,6 +8,7 @@ the new one, never a part of either.
 
 import errno
 import hashlib
+import io
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from recurjax.errors import UserError
 
@@ -82,6 +84,13 @@ def new_folder(out: Path) -> Iterator[Path]:
         _sync_folder(out.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_figure(figure: Any, file: Path, *, dpi: int = 120) -> None:
+    """Writes a matplotlib figure as a PNG, entirely or not at all."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
+    write_atomic(file, content.getvalue())
 
 
 def inside(folder: Path, name: object, *, source: Path) -> Path:

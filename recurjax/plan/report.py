@@ -1,6 +1,5 @@
 """Plans to look at: a table of one, and a roofline of several."""
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recurjax.errors import UserError
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_figure
 from recurjax.plan.changes import PlanChange
 from recurjax.plan.planning import Plan
 
@@ -114,10 +113,7 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    # Drawn into memory first, so that the file appears whole or not at all.
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=130, format="png")
-    write_atomic(file, drawn.getvalue())
+    write_figure(figure, file, dpi=130)
     plt.close(figure)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_figure
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.position import Alibi
 from recurjax.model import Decoder
@@ -352,7 +353,7 @@ def plot_heads(
         title="share of texts in which a head is recent\n(x: replaced)",
     )
     figure.colorbar(image)
-    figure.savefig(file, dpi=120)
+    write_figure(figure, file)
 
 
 def first_heads(layers: int, heads: int, share: float) -> tuple[tuple[int, ...], ...]:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_figure
 from recurjax.model import Decoder, ModelConfig
 from recurjax.surgery.named_parameters import (
     Parameters,
@@ -608,4 +609,4 @@ def plot_energy(energies: list[Energy], file: Path) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="depth", title="kept share of the residual")
     figure.colorbar(image)
-    figure.savefig(file, dpi=120)
+    write_figure(figure, file)

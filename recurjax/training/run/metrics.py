@@ -1,6 +1,5 @@
 """Where metrics go: metrics.jsonl, TensorBoard, trackers and the picture loss.png."""
 
-import io
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from recurjax.errors import UserError
-from recurjax.files.atomic import write_atomic
+from recurjax.files.atomic import write_figure
 from recurjax.files.json_files import json_text, parse_json
 from recurjax.training.run.trackers import Description, Tracker
 
@@ -175,7 +174,4 @@ def plot_losses(metrics: Path, png: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    # Drawn in memory, so that the file appears whole.
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    write_atomic(png, content.getvalue())
+    write_figure(figure, png)
