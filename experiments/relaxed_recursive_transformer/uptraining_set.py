@@ -211,8 +211,9 @@ def to_recursive(
     loops: int, init: str, rank: int = 0, adapters: str = "svd", *, tied: bool = False
 ) -> tuple[str, ...]:
     """Returns options of a conversion; `tied`: the loops share their norms."""
-    words = ("--loops", str(loops), "--init", init, "--rank", str(rank))
+    words = ("--loops", str(loops), "--init", init)
     words += () if tied else ("--no-tie-norms",)
+    words += ("--rank", str(rank))
     return (*words, "--adapters", adapters) if rank else words
 
 
