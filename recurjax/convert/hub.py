@@ -11,12 +11,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from recurjax.convert.formats.safetensors_files import INDEX, SINGLE
-from recurjax.convert.hugging_face import from_hf
-from recurjax.convert.hugging_face.keys import read_keys
-from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.convert.parity import NotMeasured
-from recurjax.convert.torch import from_torch
-from recurjax.convert.torch.export import FORMAT
 from recurjax.errors import UserError
 from recurjax.files.hub import Repository, find_commit, parse_repository
 from recurjax.machine import caches
@@ -167,6 +161,14 @@ def _repository(path: Path) -> Repository:
 
 
 def _import(checkpoint: Path, out: Path, report: Callable[[str], None]) -> None:
+    # Imported here: every command that reads a run may name one on the Hub, and few do.
+    from recurjax.convert.hugging_face import from_hf
+    from recurjax.convert.hugging_face.keys import read_keys
+    from recurjax.convert.imported_run import new_experiment, write_run
+    from recurjax.convert.parity import NotMeasured
+    from recurjax.convert.torch import from_torch
+    from recurjax.convert.torch.export import FORMAT
+
     parity = NotMeasured(reason="not asked for").to_json()
     if read_keys(checkpoint / "config.json").get("format") == FORMAT:
         run = from_torch(checkpoint, report=report)
