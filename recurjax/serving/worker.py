@@ -205,9 +205,9 @@ class Worker:
         while not stream.news.empty():
             batch.append(stream.news.get_nowait())
         # The last news carries the reason; nothing comes after it.
-        for scored_stream, news in batch:
+        for sender, news in batch:
             if news.reason is not None:
-                self._close(scored_stream)
+                self._close(sender)
         return batch
 
     def _close(self, stream: AnswerStream) -> None:

@@ -161,12 +161,12 @@ def sweep(
             if process_group.is_leaving():
                 raise
             console.print(f"{error}", soft_wrap=True, highlight=False, markup=False)
-            diverged = _read_diverged(run, root / run.name)
+            outcome = _read_diverged(run, root / run.name)
         else:
             if result.outcome != "finished":
                 return None
-            diverged = read_reached(run, root / run.name)
-        reached.append(diverged._replace(name=experiment.name, seed=seed))
+            outcome = read_reached(run, root / run.name)
+        reached.append(outcome._replace(name=experiment.name, seed=seed))
         write_atomic(root / "results.json", _json(reached))
         write_atomic(root / "results.md", markdown(reached))
     return reached

@@ -133,11 +133,12 @@ def _seeking(name: str, sought: int) -> Callable[..., Any]:
     return call
 
 
-for _name in ("count", "find", "index", "rfind", "rindex", "startswith", "endswith"):
-    setattr(_Hidden, _name, _seeking(_name, 1))
-for _name in ("partition", "rpartition", "split", "rsplit", "__contains__", "replace"):
-    setattr(_Hidden, _name, _seeking(_name, 1))
-for _name in ("removeprefix", "removesuffix"):
+_SEEKING = (
+    *("count", "find", "index", "rfind", "rindex", "startswith", "endswith"),
+    *("partition", "rpartition", "split", "rsplit", "__contains__", "replace"),
+    *("removeprefix", "removesuffix"),
+)
+for _name in _SEEKING:
     setattr(_Hidden, _name, _seeking(_name, 1))
 for _name in ("strip", "lstrip", "rstrip", "splitlines", "__getitem__"):
     setattr(_Hidden, _name, _seeking(_name, 0))
