@@ -21,7 +21,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Conversations, DataConfig, TokenizerFile
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
@@ -133,7 +133,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"chat_smollm2.py: {error}")
+    run_script(main)

@@ -50,7 +50,7 @@ from recurjax.bench import (
 )
 from recurjax.bench.timing import repeat
 from recurjax.bench.torch_peer import answer_of
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.layers.position import Alibi, alibi_slopes
 from recurjax.machine import host
@@ -398,7 +398,4 @@ CASES = {
 
 if __name__ == "__main__":
     host.prepare()  # as the command line, whose figures these are compared with
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"compare_with_torch.py: {error}")
+    run_script(main)

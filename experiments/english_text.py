@@ -24,7 +24,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.config import TextFiles
 from recurjax.data.corpora import read_corpus
 from recurjax.errors import UserError
@@ -80,7 +80,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"english_text.py: {error}")
+    run_script(main)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
@@ -208,7 +208,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"english_variants.py: {error}")
+    run_script(main)

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.offline_tasks import offline_tasks
@@ -191,7 +191,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare(reading=True)
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"harness_smollm2.py: {error}")
+    run_script(main)

@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
 from recurjax.files.atomic import write_figure
@@ -95,7 +95,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"loss_curves.py: {error}")
+    run_script(main)

@@ -27,7 +27,7 @@ from pretrained_smollm2 import find_gguf
 from serving_times import Load, engine_seconds, http_seconds, median
 
 from recurjax.bench.torch_peer import answer_of
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.corpora import embedded_text
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
@@ -196,7 +196,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare(reading=True)
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"serving_smollm2.py: {error}")
+    run_script(main)

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.tokenizers import ByteTokenizer, Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
@@ -264,7 +264,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare(reading=True)
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"serving_times.py: {error}")
+    run_script(main)

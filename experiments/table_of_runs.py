@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.config import DataConfig, Prepared, PromptAnswer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
@@ -230,7 +230,4 @@ def _short(count: int) -> str:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"table_of_runs.py: {error}")
+    run_script(main)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
@@ -168,7 +168,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"prefill_sweeps.py: {error}")
+    run_script(main)

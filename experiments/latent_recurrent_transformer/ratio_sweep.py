@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 
 from recurjax.cli import evaluate
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.evaluation.core import ZERO_MEMORY
 from recurjax.experiment import Experiment
@@ -225,7 +225,4 @@ def _core(options: Options, run: Experiment) -> float:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"ratio_sweep.py: {error}")
+    run_script(main)

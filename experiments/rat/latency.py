@@ -26,7 +26,7 @@ from paper_latency import PAPER, Table
 from recurjax.bench.rat import mixers
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
@@ -221,7 +221,4 @@ def _decode_ms(layer, batch: int, length: int, width: int, repeats: int):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"latency.py: {error}")
+    run_script(main)

@@ -19,7 +19,7 @@ import jax
 from rat_shakespeare import small
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.by_position import (
@@ -122,7 +122,4 @@ def _write(file: Path, curves: dict[str, list[Stretch]]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"length_generalisation.py: {error}")
+    run_script(main)

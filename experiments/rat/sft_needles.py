@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Bytes, DataConfig, PromptAnswer, TokenizerFile
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
@@ -166,7 +166,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"sft_needles.py: {error}")
+    run_script(main)

@@ -22,7 +22,7 @@ from device_memory import largest_batch, unless_out_of_memory
 from flax import nnx
 
 from recurjax.bench.report import device_name
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
@@ -240,7 +240,4 @@ def _read(model: Decoder, ids: Array, cache: Cache) -> tuple[Array, Cache]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"throughput.py: {error}")
+    run_script(main)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.convert.imported_run import write_run
 from recurjax.data.tasks import HashHop, TaskData, TaskDataset
 from recurjax.errors import UserError
@@ -279,7 +279,4 @@ def _quiet(_: str) -> None:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"hash_hop.py: {error}")
+    run_script(main)

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.tasks import HashHop, row_of
 from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing, write_atomic
@@ -58,7 +58,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"hash_hop_text.py: {error}")
+    run_script(main)

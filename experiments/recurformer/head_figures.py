@@ -23,7 +23,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from recurjax.cli.convert.surgery import BATCH, cut_text
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_figure
 from recurjax.machine import host
@@ -140,7 +140,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"head_figures.py: {error}")
+    run_script(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.tasks import Mqar, TaskData
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
@@ -102,7 +102,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"mqar.py: {error}")
+    run_script(main)

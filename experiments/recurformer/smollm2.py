@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 
 from recurjax.cli.main import main as recurjax
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
@@ -195,7 +195,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"smollm2.py: {error}")
+    run_script(main)

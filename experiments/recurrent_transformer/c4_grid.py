@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from recurjax.cli.options import parse
-from recurjax.errors import UserError
+from recurjax.cli.options import parse, run_script
 from recurjax.experiment import Experiment
 from recurjax.machine import host
 from recurjax.run_table import load_experiment
@@ -64,7 +63,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"c4_grid.py: {error}")
+    run_script(main)

@@ -35,9 +35,8 @@ from uptraining_set import (
     to_recursive,
 )
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Bytes, DataConfig, TextFiles
-from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
@@ -208,7 +207,4 @@ def run(options: Options, cases: Sequence[Case]) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"byte_model.py: {error}")
+    run_script(main)

@@ -40,7 +40,7 @@ from recurjax.bench.relaxed_recursive_transformer import transformer
 from recurjax.bench.report import show, write
 from recurjax.bench.timing import BenchRow, in_turns
 from recurjax.bench.training_step import BenchedRun, one_device_step
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule, exits_of
 from recurjax.inference.compute_dtype import cache_dtype
@@ -488,7 +488,4 @@ def _states(model: Decoder, rows_: int) -> Array:
 
 if __name__ == "__main__":
     host.prepare()  # as the command line, whose figures these are compared with
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"engine_over_depth.py: {error}")
+    run_script(main)

@@ -19,7 +19,7 @@ from typing import Literal
 import jax.numpy as jnp
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.tasks import (
     HashHop,
     StateTracking,
@@ -171,7 +171,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"more_loops.py: {error}")
+    run_script(main)

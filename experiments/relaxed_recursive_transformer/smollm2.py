@@ -23,8 +23,7 @@ from pathlib import Path
 
 from uptraining_set import Case, Set, baselines, chosen, stopped_after, to_recursive
 
-from recurjax.cli.options import parse
-from recurjax.errors import UserError
+from recurjax.cli.options import parse, run_script
 from recurjax.experiment import Experiment
 from recurjax.machine import host
 from recurjax.training.sweep import trained_further
@@ -127,7 +126,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     host.prepare()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"smollm2.py: {error}")
+    run_script(main)

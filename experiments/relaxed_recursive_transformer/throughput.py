@@ -34,7 +34,7 @@ import tyro
 from flax import nnx
 from jaxtyping import Int
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.model import Cache, Decoder, ModelConfig, count_parameters
 from recurjax.run_table import load_experiment
@@ -223,7 +223,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"throughput.py: {error}")
+    run_script(main)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax
 from rich.console import Console
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, run_script
 from recurjax.data.tasks import HashHop, TaskConfig, TaskData, TaskDataset
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import accuracy, count_answers
@@ -365,7 +365,4 @@ if __name__ == "__main__":
     host.prepare()
     # Seeds and rates of one row are one program: it is compiled once.
     compiled_programs.keep()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"recall.py: {error}")
+    run_script(main)

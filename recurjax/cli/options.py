@@ -5,11 +5,12 @@ import difflib
 import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -35,6 +36,17 @@ def shows_usage(argv: Sequence[str], usage: str, *, help: bool = True) -> bool:
         return False
     print(usage)
     return True
+
+
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a script's main and ends the process with the code that it returns.
+
+    What the user can put right is one sentence behind the script's name, and code 1.
+    """
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 def run_command(

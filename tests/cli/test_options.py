@@ -17,7 +17,7 @@ from recurjax.cli.evaluate.command import (
 from recurjax.cli.evaluate.task import EvaluateTask
 from recurjax.cli.evaluate.text import EvaluateExits, EvaluateText
 from recurjax.cli.generate import GenerateOptions
-from recurjax.cli.options import override, parse
+from recurjax.cli.options import override, parse, run_script
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.serve import ServeOptions
 from recurjax.cli.train import _with_fitting_warmup
@@ -163,3 +163,17 @@ def test_help_begins_with_the_options_used_most():
     assert code == 0
     assert "--training.steps 450 " in head and "--optimizer.learning-rate 0.01 " in head
     assert "--corpus FILES" in head and "--training.spikes" not in head
+
+
+def test_a_script_ends_with_its_code_or_a_sentence_behind_its_name(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["experiments/rat/cost.py"])
+
+    def refuse():
+        raise UserError("no such text")
+
+    with pytest.raises(SystemExit) as ended:
+        run_script(refuse)
+    assert ended.value.code == "cost.py: no such text"
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: 130)
+    assert ended.value.code == 130
