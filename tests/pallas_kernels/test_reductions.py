@@ -13,6 +13,8 @@ from tests.source_tree import modules, tree_of
 
 FREE = {
     "pallas_kernels.reductions",
+    # The paper's algorithms to read, which no model calls.
+    "pallas_kernels.recurrent_prefill.algorithms",
     "recurjax.convert.parity",
     "recurjax.surgery.recency",
     # Of as many learned numbers as there are lags or sources.
