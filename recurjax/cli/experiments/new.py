@@ -115,7 +115,7 @@ def _rendered(value: Any, indent: str, before: str = "") -> str:
 
     Args:
       indent: of the line that it begins in.
-      before: what stands in that line in front of it.
+      before: the text in front of it in that line.
     """
     deeper = indent + "    "
     if isinstance(value, tuple):

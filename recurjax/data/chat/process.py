@@ -1,4 +1,4 @@
-"""The process that renders chat templates: started, asked and ended."""
+"""Starts the process that renders chat templates, sends it work, and ends it."""
 
 import atexit
 import contextlib
