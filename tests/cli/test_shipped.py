@@ -193,11 +193,12 @@ def test_doctor_says_which_backend_each_operation_takes(monkeypatch):
         assert re.search(rf"{op}: xla\n +not triton: .+\n +not mosaic_tpu: .+\n", out)
 
 
-def test_doctor_and_the_readme_know_every_extra():
+def test_doctor_and_the_guide_know_every_extra():
     root = Path(package.__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    install = (root / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
+    guide = (root / "docs" / "running.md").read_text()
+    install = guide.split("## Install")[1].split("\n## ")[0]
     for extra in extras:
         assert f"`{extra}`" in install or f"[{extra}]" in install
     # Of one feature each; a device's, a kernel's and the suite's are no feature.
