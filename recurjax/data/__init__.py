@@ -1,7 +1,7 @@
 """Text to batches: corpora, tokenizers, packing and the grain pipeline.
 
-The configs are here; `recurjax.data.dataset.open_dataset` is the way in, and the only
-module that a trainer needs beside them. Importing this package imports no grain.
+The package exports the configs; `recurjax.data.dataset.open_dataset` turns one into
+batches. A trainer needs nothing else. Importing this package does not import grain.
 """
 
 from recurjax.data.config import (

@@ -1,11 +1,11 @@
-"""Rows of examples, of which a part is learned: answers, or what an assistant says.
+"""Rows of fine-tuning examples: the loss counts on answers or assistant turns only.
 
-An example is BOS (where the tokenizer has one), the prompt, the answer and EOS; what a
-template writes begins as the template begins it, as when the model is served. It fills
-one place less than it has tokens: each place reads a token, and is asked the next one
-where that belongs to the answer. Source: RAT's fine-tuning, which has no BOS. Of a
-conversation the answer is all from the assistant's first word on, of which only what it
-says is asked.
+An example is BOS (where the tokenizer has one), the prompt, the answer and EOS. A
+templated example begins as the template begins it, as it does when the model is served.
+An example of n tokens fills n - 1 positions: each position reads a token, and its
+target is the next token where that belongs to the answer. The source is RAT's
+fine-tuning, which has no BOS. In a conversation the answer is everything from the
+assistant's first word on, but only the assistant's own words are targets.
 """
 
 import bisect
@@ -48,9 +48,9 @@ class Example(NamedTuple):
 def fitted(example: Example, length: int) -> Example:
     """Cuts an example to a row of `length` places.
 
-    The prompt loses its middle, so that its first tokens fill half of the row and its
-    last ones stand beside the answer: RAT's way. Only where the answer alone is longer
-    than the row does it lose its end, EOS too.
+    The prompt loses its middle, as in RAT: its first tokens fill half of the row, and
+    its last ones precede the answer. An answer that is longer than the row loses its
+    end, with EOS.
     """
     tokens, most = length + 1, length
     if example.scored is not None:
@@ -84,8 +84,8 @@ class AnswersDataset(RowsOfText):
         digest = hashlib.sha256(self.tokenizer.hash.encode())
         digest.update(json.dumps([self.cut, self._packed]).encode())
         for example in self.examples:
-            # With their sizes: else a token could move from a prompt to its answer
-            # unseen.
+            # Hash the sizes too: otherwise moving a token from a prompt to its answer
+            # would # not change the fingerprint.
             sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
             parts = [sizes, example.prompt, example.answer]
             parts += [] if example.scored is None else [example.scored]
@@ -113,7 +113,7 @@ class AnswersDataset(RowsOfText):
 
         Those for training are endless: every row once an epoch, in another order each.
         Which examples share a packed row stays as it is. Those in order are one pass,
-        the last batch filled up with rows that ask nothing.
+        whose last batch is padded with rows without targets.
 
         Args and errors are those of `Dataset.loader`.
         """
@@ -126,8 +126,8 @@ class AnswersDataset(RowsOfText):
         chosen = self.split(split)
         if not chosen:
             raise UserError(
-                f"no example is left for {split} of {len(self.examples)}: give more of "
-                "them, or another validation_fraction"
+                f"no example is left for {split} of {len(self.examples)}: give more "
+                "examples, or another validation_fraction"
             )
         examples = [fitted(example, length) for example in chosen]
         plan = [[number] for number in range(len(examples))]
@@ -152,7 +152,7 @@ class AnswersDataset(RowsOfText):
 
     @property
     def _packed(self) -> bool:
-        # Examples that share a row are told apart.
+        # Segment ids separate the examples that share a row.
         return self.config.has_segments
 
 
@@ -167,10 +167,10 @@ def _fill(
     at = 0
     for segment, member in enumerate(plan[number]):
         prompt, answer, scored = examples[member]
-        # The last token is predicted and never read, so it has no place.
+        # The last token is only a target, so it takes no input position.
         places = slice(at, at + len(prompt) + len(answer) - 1)
         batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
-        # From the prompt's last place on, each is asked the token after it.
+        # From the prompt's last position on, each position predicts the next token.
         wanted = answer if scored is None else np.where(scored, answer, IGNORED)
         batch["targets"][r, places.stop - len(answer) : places.stop] = wanted
         if "segments" in batch:
@@ -186,9 +186,9 @@ def packed(examples: Sequence[Example], length: int) -> list[list[int]]:
     sizes = [len(example.prompt) + len(example.answer) - 1 for example in examples]
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # free places of each open row, ascending
-    # Ties go by number: a plan made again, elsewhere, must be the same.
+    # Break ties by number, so that every process makes the same plan.
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
-        # The open row with the least room that is still enough.
+        # Best fit: the open row with the least room that is still enough.
         at = bisect.bisect_left(left, (sizes[number], 0))
         if at == len(left):
             free, row = length, len(rows)
@@ -214,7 +214,7 @@ def open_answers(config: DataConfig, tokenizer: Tokenizer) -> AnswersDataset:
         examples = _pairs(corpus, tokenizer)
     if not examples:
         raise UserError(f"there are no examples in {', '.join(corpus.patterns)}")
-    # At least one is kept, where any is asked for.
+    # A fraction above 0 keeps at least one example for validation.
     held_out = round(config.held_out * len(examples))
     held_out = max(held_out, int(config.held_out > 0))
     return AnswersDataset(
@@ -307,13 +307,13 @@ def _prompt(
 ) -> tuple[list[int], list[str | int]]:
     """Returns BOS, if it is read first, and the texts and tokens before the answer."""
     if line.prompt[0][0] and template is not None:
-        # BOS stands there if the template writes it: nothing else puts one before a
-        # conversation when the model is asked.
+        # Only the template may write a BOS: serving adds none before a conversation
+        # either.
         said = [{"role": role, "content": text} for role, text in line.prompt]
         return [], template.parts(said, tokenizer)
     text = plain(line.prompt) if line.prompt[0][0] else line.prompt[0][1]
-    # No part of the text, as in a prompt: behind a token some tokenizers leave out the
-    # space that a text begins with.
+    # Encode the text apart from the tokens, as for a prompt: after a special token some
+    # # tokenizers drop the space that a text begins with.
     return [] if tokenizer.bos is None else [tokenizer.bos], [text]
 
 

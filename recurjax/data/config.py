@@ -152,8 +152,8 @@ class Mixture:
     """Rows drawn from several corpora in fixed shares.
 
     After any number of rows each part has had its share of them, to within one row for
-    each reweighting so far. Each part is shuffled and begins anew by itself, as it
-    would alone; validation is all parts' validation, with a loss for each.
+    each reweighting so far. Each part is shuffled and repeated on its own, as it would
+    be alone. Validation reads all parts' validation splits and reports a loss for each.
 
     Attributes:
       parts: with names of their own.
@@ -167,7 +167,7 @@ class Mixture:
         names = [part.name for part in self.parts]
         if not names or len(set(names)) < len(names):
             raise UserError(
-                "Mixture: wants parts, each with a name of its own, got "
+                "Mixture: needs at least one part, each with a unique name, got "
                 f"{', '.join(names) or 'none'}"
             )
         last = 0
@@ -183,7 +183,7 @@ class Mixture:
                     f"Mixture: the reweighting at step {change.step} must have "
                     f"{len(names)} weights, not all 0, got {change.weights}"
                 )
-        # Rows are planned by whole numbers: refused here, before a run has a directory.
+        # Shares must be ratios of integers: check here, before a run has a directory.
         for weights in (
             tuple(part.weight for part in self.parts),
             *(change.weights for change in self.reweightings),
@@ -329,8 +329,8 @@ class DataConfig:
         other corpus 0.1; of prompts with answers a share of the examples.
       seed: of the global shuffle, another permutation each epoch.
       packing_buffer: documents that best-fit packing chooses from, at least.
-      prefetch: batches made ahead of time; 0 makes each when it is asked for.
-      threads: that make them (best-fit packing uses one).
+      prefetch: batches made ahead of time; 0 makes each on demand. threads: that make
+      them (best-fit packing uses one).
     """
 
     corpus: Corpus
@@ -349,17 +349,17 @@ class DataConfig:
             raise UserError(
                 f"data: packing must be concat or best_fit, got {self.packing!r}"
             )
-        # Both lay out documents; an example has a prompt and an answer besides.
+        # Both lay out documents; examples lay themselves out by `rows`.
         packed = self.packing != "concat" or self.document_segments
         if isinstance(self.corpus, Examples) and packed:
             raise UserError(
-                f"data: {type(self.corpus).__name__} says by its own rows how examples "
-                "are laid out: leave packing and document_segments out"
+                f"data: {type(self.corpus).__name__} lays out examples by its rows: "
+                "leave packing and document_segments out"
             )
 
     @property
     def has_segments(self) -> bool:
-        """Whether batches carry numbers by which a row's documents are told apart."""
+        """Whether batches carry segment ids for the documents of a row."""
         corpus = self.corpus
         return self.document_segments or (
             isinstance(corpus, Examples) and corpus.rows == "packed"

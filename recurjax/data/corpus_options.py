@@ -57,10 +57,10 @@ class CorpusOptions:
       corpus: files or quoted globs ('docs/**/*.txt'), a folder, the folder of a TFDS
         data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
         of a bucket (gs://, s3://) or one behind https://, or the word embedded for the
-        Shakespeare text in the package. A folder is one of TFDS, one that `recurjax
-        data prepare` wrote, or stands for all files in it and below whose names end as
-        a format's do.
-      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
+        Shakespeare text in the package. A folder is a TFDS data set, the output of
+      `recurjax data prepare`, or any folder: then all files below it with a known
+      ending are read. tokenizer: bytes, bytes-without-bos, bpe:SIZE or
+      nanochat-bpe:SIZE (trained on
         the corpus, nanochat's with its split and special tokens), or the path of a
         tokenizer.json or of a folder that holds a tokenizer.
       bos: the token of a tokenizer.json that begins each document, or none; default:
@@ -130,7 +130,7 @@ class CorpusOptions:
         if self.tokenizer is None:
             if named:
                 raise UserError(
-                    "--bos and --eos name tokens of a --tokenizer: name it too"
+                    "--bos and --eos name tokens of a --tokenizer: give --tokenizer too"
                 )
             return None
         choice = _tokenizer(self.tokenizer)
@@ -246,7 +246,7 @@ def _guessed_format(words: tuple[str, ...]) -> str:
     kinds = {_kind(word) for word in words}
     if len(kinds) > 1:
         raise UserError(
-            f"the corpus mixes {' and '.join(sorted(kinds))}: say which with --format"
+            f"the corpus mixes {' and '.join(sorted(kinds))}: name one with --format"
         )
     return kinds.pop() if kinds else "text"
 
@@ -279,10 +279,10 @@ def _tokenizer(text: str) -> TokenizerConfig:
     if kind in _TRAINED:
         if not colon:
             raise UserError(
-                f"--tokenizer {kind} wants a vocabulary size, such as {kind}:8192"
+                f"--tokenizer {kind} needs a vocabulary size, such as {kind}:8192"
             )
         if not size.isdecimal():
-            raise UserError(f"--tokenizer {kind}:SIZE wants a number, got {size!r}")
+            raise UserError(f"--tokenizer {kind}:SIZE needs a number, got {size!r}")
         return _TRAINED[kind](vocabulary=int(size))
     return TokenizerFile(path=text)
 

@@ -1,4 +1,4 @@
-"""The front door: from a DataConfig to batches."""
+"""The entry point: opens a DataConfig and makes batches."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ class Dataset(RowsOfText):
         return Split(name=name, stream=self.stream, start=start, stop=stop)
 
     def tokens(self, name: SplitName) -> Int32[np.ndarray, " T"]:
-        """Reads a whole split into memory."""
+        """Reads an entire split into memory."""
         split = self.split(name)
         return self.stream.read([(split.start, split.stop)])[0]
 
@@ -126,7 +126,7 @@ class Dataset(RowsOfText):
         Raises:
           UserError: the split is too short, or the tokenizer has no BOS for best-fit.
         """
-        # One process delivers the whole batch.
+        # By default one process delivers all rows of the batch.
         rows = rows or (0, batch)
         if length < 1 or batch < 1:
             raise ValueError(
@@ -136,7 +136,7 @@ class Dataset(RowsOfText):
             raise ValueError(
                 f"Dataset.loader: rows must lie within 0..{batch}, got {rows}"
             )
-        # Told before the first batch is asked for: grain would raise it in a thread.
+        # Check here: grain would raise the error later, in a thread.
         part = self.split(split)
         _check_long_enough(part, length)
         if in_order is None:
@@ -289,7 +289,7 @@ def open_dataset(
       UserError: the corpus or the tokenizer is missing, empty, damaged, or the two do
         not match.
     """
-    # Told apart by the config's class: whatever is opened has tokenizer and loaders.
+    # The config's class decides; every kind of data set has a tokenizer and loaders.
     if isinstance(config, TaskData):  # its tokens are its own
         return TaskDataset(config=config)
     if isinstance(config.corpus, Prepared):
@@ -366,7 +366,7 @@ def _open_mixture(
 def _shared_tokenizer(config: DataConfig, mixture: Mixture) -> Tokenizer:
     if isinstance(config.tokenizer, Bpe | NanochatBpe):
         raise UserError(
-            "a mixture's tokenizer is not trained on it: train one on the part that "
+            "no tokenizer can be trained on a mixture: train one on the part that "
             "it is for, with `recurjax data prepare`, and name it by "
             "TokenizerFile(path=...)"
         )
@@ -399,7 +399,7 @@ def _open_prepared(
             f"{manifest.validation_fraction}, the config says "
             f"{config.validation_fraction}: leave it out or prepare again"
         )
-    # The shards' checksums stand for their tokens, which need not be read through.
+    # Hash the shards' checksums, which saves reading the tokens.
     shards = [shard.sha256 for shard in manifest.shards]
     return Dataset(
         config=config,

@@ -1,4 +1,4 @@
-"""How documents become rows of T+1 tokens, told in document numbers and positions."""
+"""Plans which documents, by number and position, make up each row of T+1 tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ REFILL = 128
 
 
 class BestFit:
-    """Packs whole documents into rows, each time the largest that still fits.
+    """Packs complete documents into rows, each time the largest that still fits.
 
     When none of the buffer fits, the shortest is cropped to fill the row and its rest
     is dropped. Ties go to the document that has waited longest. So each row begins a
@@ -93,8 +93,7 @@ class BestFit:
                 ks = ks[: max(0, self._count - self._next)]
             if not ks:
                 return
-            # A whole refill at once: single documents would look up the order one by
-            # one.
+            # Refill in one go: single documents would look up the order one by one.
             new = np.array([self._order(k) for k in ks], np.int64)
             self._next += len(ks)
             self._documents = np.concatenate([self._documents, new])
@@ -115,7 +114,7 @@ class _Unchanging(dict[str, Any]):
 def without_middle(
     ids: Int32[np.ndarray, " T"], most: int, *, first: int | None = None
 ) -> Int32[np.ndarray, " _"]:
-    """Returns at most so many tokens: the first ones and the last ones.
+    """Returns at most `length` tokens: the first ones and the last ones.
 
     Source: LongBench's truncation of prompts, which RAT takes over.
 

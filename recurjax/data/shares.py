@@ -73,7 +73,7 @@ class Shares:
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest whole numbers in the same proportion.
+    """Returns the smallest integers in the same proportion.
 
     A weight is what its decimal digits say: 0.1 is a tenth.
 

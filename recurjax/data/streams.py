@@ -64,7 +64,7 @@ def encoded_documents(
         it, and where it has no BOS, so that documents do not run together.
 
     Raises:
-      UserError: EOS is asked for, and the tokenizer has none.
+      UserError: EOS is to end documents, and the tokenizer has none.
     """
     for group in groups_of(reading):
         yield from encode_group(group, tokenizer, ends=ends)
@@ -229,10 +229,9 @@ def validation_start(
     lie inside a document.
 
     Args:
-      stream: the whole corpus.
-      document_bytes: of each document, the sum of its tokens' `token_bytes`.
-      tokenizer: knows the bytes of a token.
-      fraction: in [0, 1]; rounded down to whole bytes.
+      stream: the entire corpus. document_bytes: of each document, the sum of its
+      tokens' `token_bytes`. tokenizer: knows the bytes of a token. fraction: in [0, 1];
+      rounded down to a byte.
     """
     # Nothing is held back, and no token needs to be looked at.
     if fraction == 0.0:
@@ -247,6 +246,6 @@ def validation_start(
         # All of the corpus is validation.
         return stop
     left = wanted - (int(after[whole - 1]) if whole else 0)
-    # The cut lies inside this document: its tokens are counted from its end.
+    # The cut is inside this document: its tokens are counted from its end.
     [ids] = stream.read([(int(stream.starts[first - 1]), stop)])
     return stop - validation_tokens(ids, tokenizer, left)

@@ -125,11 +125,11 @@ def test_a_run_on_ones_own_text_needs_no_python(texts, tmp_path, quick_compilati
 REFUSED = [
     (("--corpus", "{}/mixed"), "the corpus mixes jsonl and text"),
     (("--corpus", "{}/none"), "is a folder without a file that ends in .txt, "),
-    (("--corpus", "{}/a.txt", "--tokenizer", "bpe"), "wants a vocabulary size"),
+    (("--corpus", "{}/a.txt", "--tokenizer", "bpe"), "needs a vocabulary size"),
     (("--corpus", "gs//a.txt", "--tokenizer", "no.json"), "no tokenizer at no.json"),
     (("--corpus", "gopher://a/b.txt"), "nothing can be read at gopher://, only"),
     (("--field", "body"), "say how to read --corpus FILES: name the files too"),
-    (("--bos", "<s>"), "name tokens of a --tokenizer: name it too"),
+    (("--bos", "<s>"), "name tokens of a --tokenizer: give --tokenizer too"),
     (("--corpus", "{}/lines", "--separator", "x"), "--separator is for text files"),
     (
         ("--data.corpus", "my.txt"),

@@ -229,7 +229,7 @@ def test_what_is_no_example_is_told_in_a_sentence(tmp_path):
     for line, pattern in [
         ({"prompt": "a"}, r"bad.jsonl:1 has no text in the field 'answer'.*: prompt"),
         ({"prompt": "a", "answer": 3}, "has no text in the field 'answer'"),
-        (["a"], "is no JSON object, but list"),
+        (["a"], "must be a JSON object, got list"),
         ({"messages": chat}, "the last one the assistant's"),
         ({"messages": "ab"}, "messages must be objects"),
     ]:

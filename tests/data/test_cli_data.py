@@ -85,8 +85,8 @@ def test_options_reach_the_corpus(files):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--corpus", "embedded", "--tokenizer", "bpe"], "wants a vocabulary size"),
-        (["--corpus", "embedded", "--tokenizer", "bpe:x"], "wants a number, got 'x'"),
+        (["--corpus", "embedded", "--tokenizer", "bpe"], "needs a vocabulary size"),
+        (["--corpus", "embedded", "--tokenizer", "bpe:x"], "needs a number, got 'x'"),
         (
             ["--corpus", "embedded", "--tokenizer", "nanochat-bpe:99"],
             r"NanochatBpe\.vocabulary: must be >= 265 and <= 2\^24, got 99",
@@ -96,7 +96,7 @@ def test_options_reach_the_corpus(files):
         (["--corpus", "a.jsonl", "b.txt"], "mixes jsonl and text"),
         (["--corpus", "a.jsonl", "--separator", "x"], "--separator is for text files"),
         (["--corpus", "a", "b", "--format", "tfds"], "name one TFDS folder"),
-        (["--corpus", "/nowhere", "--format", "tfds"], "is no TFDS data set"),
+        (["--corpus", "/nowhere", "--format", "tfds"], "is not a TFDS data set"),
     ],
 )
 def test_bad_arguments_are_said_in_one_sentence(args, message, tmp_path):

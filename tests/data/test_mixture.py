@@ -217,7 +217,7 @@ def test_prepared_parts_are_the_same_rows_and_need_one_tokenizer(parts, tmp_path
     with pytest.raises(UserError, match="part p1 of the mixture: .* another tokenizer"):
         open_dataset(other)
     trained = dataclasses.replace(other, tokenizer=Bpe(vocabulary=300))
-    with pytest.raises(UserError, match="a mixture's tokenizer is not trained on it"):
+    with pytest.raises(UserError, match="no tokenizer can be trained on a mixture"):
         open_dataset(trained)
 
 
@@ -230,10 +230,13 @@ def test_a_mixture_is_json_and_back(parts):
 def test_what_is_no_mixture_is_one_sentence(parts):
     part = parts[0]
     for make, message in (
-        (lambda: Mixture(parts=()), "wants parts, each with a name of its own, got no"),
+        (
+            lambda: Mixture(parts=()),
+            "needs at least one part, each with a unique name, got no",
+        ),
         (
             lambda: Mixture(parts=(part, part)),
-            "name of its own, got p0, p0",
+            "unique name, got p0, p0",
         ),
         (
             lambda: dataclasses.replace(part, weight=0.0),

@@ -128,7 +128,7 @@ def test_what_is_not_there_or_is_no_store_is_one_sentence():
         )
     memory = fsspec.filesystem("memory")
     memory.pipe_file(f"{ROOT}/a.arrayrecord", b"nothing of that kind")
-    with pytest.raises(UserError, match="a.arrayrecord is not a whole ArrayRecord"):
+    with pytest.raises(UserError, match="a.arrayrecord is an incomplete ArrayRecord"):
         texts_of(ArrayRecords(patterns=(f"{ROOT}/a.arrayrecord",)))
 
 

@@ -77,7 +77,7 @@ def test_the_runs_tokens_are_numbers(run):
         "generate", run, "--prompt", "3 9 3", "--max-new-tokens", "4"
     )
     assert code == 0 and all(word.isdigit() for word in out.split()[-4:])
-    assert_refused(recurjax("generate", run, "--prompt", "three"), "no symbol")
+    assert_refused(recurjax("generate", run, "--prompt", "three"), "not a symbol")
 
 
 def test_rows_to_test_on_may_be_longer_than_those_to_learn_from(

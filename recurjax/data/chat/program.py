@@ -2,8 +2,8 @@
 
 A template comes with a model and is a program: jinja2's sandbox keeps it from files and
 from Python's inside, but it may loop forever or fill the memory, in one call of a C
-function that nothing in Python interrupts. So the kernel holds the limits, of this
-process, which `recurjax.data.chat` starts as a script and starts again when it dies.
+function that nothing in Python interrupts. So the operating system limits this process.
+`recurjax.data.chat` starts it as a script and restarts it when it dies.
 
 Requests come from standard input and answers go to standard output, each a JSON object
 behind its length in eight bytes. Imports jinja2 and the standard library only.
@@ -40,7 +40,7 @@ def main(seconds: int, memory: int, characters: int) -> None:
         data = requests.read(int.from_bytes(size, "big"))
         used = resource.getrusage(resource.RUSAGE_SELF)
         total = used.ru_utime + used.ru_stime
-        # The kernel counts whole seconds, and ends the process when they are over.
+        # The kernel counts in seconds and kills the process at the limit.
         _limit(resource.RLIMIT_CPU, int(total) + seconds + 1)
         answer = _answer(data, characters)
         answers.write(len(answer).to_bytes(8, "big") + answer)

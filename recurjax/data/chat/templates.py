@@ -1,9 +1,8 @@
-"""Conversations as tokens: chat templates, and what a user may not say.
+"""Turns conversations into tokens with chat templates, safe from forged special tokens.
 
 A template is a program that came with a model: it runs in jinja2's sandbox, in a
-process with limits. It writes names of special tokens between the messages; a user who
-types such a name has typed text, so names are told apart by who wrote them and not by
-how they look.
+process with limits. It writes names of special tokens between the messages. A user who
+types such a name has typed text, so this module tracks who wrote each name.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from recurjax.data.tokenizers import (
 from recurjax.errors import UserError
 
 MARK = "\U0010fffd"
-"""Private use: stands before names that are tokens, in a text that is encoded later."""
+"""Private-use character that precedes a token's name in a text to be encoded later."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIRST_MARK = 0x100000
 """Private use: the first of the characters that stand for names in a user's text."""
@@ -119,8 +118,8 @@ class ChatTemplate:
         answer: bool,
         variables: Mapping[str, Any] | None,
     ) -> list[str | int]:
-        # Names in the messages are hidden while the template writes its own, which
-        # alone become tokens; then they are shown again, as text.
+        # Hide the names in the messages while the template writes its own, because only
+        # # those become tokens; then restore the hidden names as text.
         marks = _marks(guarded, [messages, variables])
         values = self._values(messages, marks, answer=answer, variables=variables)
         [rendered] = _PROCESS.render(self.source, [values], marks=marks)
@@ -261,7 +260,7 @@ def marked(parts: Sequence[str | int], tokenizer: Tokenizer) -> str:
     that are tokens, which have a mark before them, from those that somebody typed.
     """
     names = {number: name for name, number in tokenizer.added_tokens.items()}
-    # A mark within a text is doubled, so that it stands for itself.
+    # Doubling escapes a mark within a text.
     return "".join(
         MARK + names[part] if isinstance(part, int) else part.replace(MARK, 2 * MARK)
         for part in parts
@@ -278,7 +277,7 @@ def unmarked(text: str, tokenizer: Tokenizer) -> list[str | int]:
         if piece != name and name in named:
             parts += [named[name], ""]
         else:
-            # Joined again: a token may reach over the place where a mark stood.
+            # Join neighbouring texts: a token may span the position of a removed mark.
             parts[-1] += MARK if piece == 2 * MARK else piece
     return [part for part in parts if part != ""]
 
@@ -318,7 +317,7 @@ def _marks(named: Mapping[str, int], values: Any) -> dict[str, str]:
     """
     whole = "".join(_texts(values))
     names = sorted(
-        # What stands around generations is the template's alone too.
+        # Only the template may write the marks around generations as well.
         (name for name in (*named, OPENED, CLOSED) if name in whole),
         key=len,
         reverse=True,

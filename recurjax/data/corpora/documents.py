@@ -47,7 +47,7 @@ def read_corpus(corpus: Corpus) -> CorpusReading:
     Raises:
       UserError: a pattern matches no file, a file cannot be read or lacks the field, a
         package for the format is not installed; while iterating: text that is not
-        UTF-8, or no text in the whole corpus.
+        UTF-8, or no text in the corpus.
     """
     match corpus:
         case EmbeddedText():
@@ -75,8 +75,8 @@ def read_corpus(corpus: Corpus) -> CorpusReading:
             )
         case Mixture():
             raise UserError(
-                "a mixture is no one text: name one of its parts, or give it a "
-                "tokenizer that is on disk, as `recurjax data prepare` writes one"
+                "a mixture is not a single text: name one of its parts, or give it a "
+                "tokenizer from disk, such as `recurjax data prepare` writes"
             )
         case _:
             assert_never(corpus)
@@ -84,14 +84,14 @@ def read_corpus(corpus: Corpus) -> CorpusReading:
 
 
 class Conversation(NamedTuple):
-    """What was said, as messages with role and content; where it stands."""
+    """Messages with role and content, and their place for error messages."""
 
     messages: tuple[dict[str, str], ...]
     where: str
 
 
 class Messages(NamedTuple):
-    """A line's texts: what is asked, as messages of a role each, and the answer."""
+    """The texts of a line: the prompt, as messages with a role each, and the answer."""
 
     prompt: tuple[tuple[str, str], ...]
     answer: str
@@ -110,7 +110,7 @@ def read_messages(corpus: PromptAnswer) -> Iterator[Messages]:
 
 
 def read_conversations(corpus: Conversations) -> Iterator[Conversation]:
-    """Reads conversations, with where each stands for messages.
+    """Reads conversations, each with its place in the corpus for error messages.
 
     Raises:
       UserError: a pattern matches no file, a file cannot be read, or a row holds no
@@ -177,7 +177,7 @@ def _per_file(
     corpus: TextFiles | JsonLines | PromptAnswer,
 ) -> tuple[int, Iterator[Document]]:
     files = matching_files(patterns)
-    # Asked at the start, so that the total is known before the first document.
+    # Measured first, so that the total is known before the first document.
     sizes = [file.size for file in files]
 
     def documents() -> Iterator[Document]:
@@ -194,7 +194,8 @@ def _per_file(
 def _text_documents(file: CorpusFile, corpus: TextFiles) -> Iterator[tuple[str, int]]:
     with _opened(file) as (stream, _):
         data = stream.read()
-    # Decoded whole, as a separator may lie anywhere; JSON lines are read one by one.
+    # Text files are decoded in one piece, because a separator may be anywhere; JSON #
+    # lines are read one by one.
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -249,7 +250,7 @@ def _messages(file: CorpusFile, corpus: PromptAnswer) -> Iterator[tuple[Messages
 
 def _as_messages(row: Any, where: str, corpus: PromptAnswer) -> Messages:
     if not isinstance(row, dict):
-        raise UserError(f"{where} is no JSON object, but {type(row).__name__}")
+        raise UserError(f"{where} must be a JSON object, got {type(row).__name__}")
     if "messages" in row and corpus.prompt not in row:
         return _conversation(row["messages"], where)
     for field in (corpus.prompt, corpus.answer):

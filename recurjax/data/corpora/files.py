@@ -132,7 +132,7 @@ class _Stores:
             root = pattern[: sign.start()].rpartition("/")[0]
             matches = open_store(root).glob(pattern)
             return [_in_store(url, size) for url, size in matches.items()]
-        # A web server lists no files: what looks like a glob is a file's name there.
+        # A web server cannot list files, so `*` in a URL is part of a file's name.
         size = open_store(pattern).size()
         return [] if size is None else [_in_store(pattern, size)]
 
@@ -171,7 +171,8 @@ def _in_store(url: str, size: int) -> CorpusFile:
     store = open_store(url)
 
     def local() -> Path:
-        # Copied whole: formats that seek would ask for each piece over the network.
+        # Copy the file first: formats that seek would fetch each piece over the
+        # network.
         return copy_of(store, "")
 
     return CorpusFile(
@@ -180,13 +181,13 @@ def _in_store(url: str, size: int) -> CorpusFile:
 
 
 def _on_hub(system: Any, name: str, size: int) -> CorpusFile:
-    # Which repository, revision and path a name means, asked once.
+    # Resolve the repository, revision and path of a name only once.
     where = system.resolve_path(name)
 
     def local() -> Path:
         import huggingface_hub
 
-        # Copied whole into the hub's cache: formats that seek would ask for each piece.
+        # Copy the file into the hub's cache: formats that seek would fetch each piece.
         copy = _answer(
             _HUB + name,
             lambda: huggingface_hub.hf_hub_download(
@@ -208,7 +209,7 @@ def _on_hub(system: Any, name: str, size: int) -> CorpusFile:
 
 
 def _hub_files() -> Any:
-    # Imported late: reading files of this machine asks for nothing of a network.
+    # Imported late: reading local files needs no network library.
     import huggingface_hub
 
     return huggingface_hub.HfFileSystem()

@@ -118,7 +118,7 @@ def _array_record(file: CorpusFile) -> tuple[str, Any]:
     try:
         return str(file), ArrayRecordDataSource(str(file.local()))
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{file} is not a whole ArrayRecord file: {error}") from error
+        raise UserError(f"{file} is an incomplete ArrayRecord file: {error}") from error
 
 
 def _tfds(corpus: Tfds) -> tuple[int, Iterator[tuple[str, int]]]:
@@ -132,7 +132,7 @@ def _tfds(corpus: Tfds) -> tuple[int, Iterator[tuple[str, int]]]:
     folder = Path(corpus.directory).expanduser()
     if not (folder / "dataset_info.json").is_file():
         raise UserError(
-            f"{folder} is no TFDS data set: dataset_info.json is not in it (name the "
+            f"{folder} is not a TFDS data set: it has no dataset_info.json (name the "
             "folder of one version, such as DATA_DIR/NAME/1.0.0)"
         )
     builder: Any = tfds.builder_from_directory(folder)

@@ -1,13 +1,13 @@
-"""What `prepare` keeps of its work until it is done, so that it can be stopped.
+"""The unfinished work of `prepare`, from which a stopped run continues.
 
     .OUT.partial/lock              held by the process that writes
     .OUT.partial/tokens-*.arrayrecord
     .OUT.partial/documents-*.npy   int64 [2, n]: begins and bytes of further documents
-    .OUT.partial/tail-*.bin        the tokens after the last whole shard
-    .OUT.partial/progress.json     all of the above up to one document; written last
+    .OUT.partial/tail-*.bin the tokens after the last full shard
+    .OUT.partial/progress.json all of the above up to one document; written last
 
-`progress.json` is written anew whenever a document has ended after a shard was full.
-What was written after that is made again.
+`prepare` rewrites `progress.json` at the first end of a document after each full shard.
+A continued run redoes whatever was written after that.
 """
 
 import fcntl
@@ -37,11 +37,10 @@ class PartialState:
     """How far a preparation had come.
 
     Attributes:
-      documents: so many of them are in what follows.
-      starts, document_bytes: where each begins, and the bytes of its tokens.
-      tokens, text_bytes, counted_bytes: of all of them.
-      shards: the whole files.
-      tail: the tokens after the last of these, as they are stored.
+      documents: how many the following fields cover. starts, document_bytes: where each
+      begins, and the bytes of its tokens. tokens, text_bytes, counted_bytes: of all of
+      them. shards: the full files. tail: the tokens after the last of these, as they
+      are stored.
     """
 
     documents: int = 0
@@ -69,7 +68,7 @@ class Partial:
         """
         self.folder, self._of = folder, of
         self._pieces = 0
-        # Without a progress file nothing was whole: all that lies there is made again.
+        # Without a progress file no shard is complete: start from the beginning.
         self.state = PartialState()
         if (folder / _PROGRESS).is_file():
             self.state = self._read()
@@ -87,12 +86,12 @@ class Partial:
     def keep(self, state: PartialState) -> None:
         """Notes how far the preparation is; its shards are closed files."""
         known = len(self.state.shards)
-        # All that the progress file names is on disk before the file itself: a power
-        # cut leaves the old one, or a new one that is true.
+        # Everything that the progress file names is on disk before the file itself, so
+        # that # a power cut leaves a valid file, old or new.
         for shard in state.shards[known:]:
             force_to_disk(self.folder / shard.file)
-        # Documents since the last note, in a piece of their own: writing all of them
-        # anew at each shard would grow with the square of the shards.
+        # Only the documents since the last progress file: rewriting all of them for
+        # each # shard would make the cost quadratic in the number of shards.
         news = slice(self.state.documents, state.documents)
         piece = np.array([state.starts[news], state.document_bytes[news]], np.int64)
         with open(self.folder / _documents(self._pieces), "wb") as file:
@@ -128,7 +127,7 @@ class Partial:
 
     def _read(self) -> PartialState:
         file = self.folder / _PROGRESS
-        again = f"remove {self.folder} to begin anew"
+        again = f"remove {self.folder} to start again"
         progress = read_json_object(file, "what was prepared so far")
         before = progress.get("of")
         if before != self._of:
@@ -177,8 +176,8 @@ class Partial:
 def partial_folder(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
     """Gives the folder that takes the place `out` when the block ends well.
 
-    Otherwise what is whole of it stays, and is found by the next call; where nothing
-    is, nothing stays.
+    On failure the complete shards stay for the next call; without any, the folder is
+    removed.
 
     Raises:
       UserError: something is at `out`, another process prepares it at this moment, or
@@ -202,7 +201,7 @@ def partial_folder(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
         for file in folder.iterdir():
             if file.is_file():
                 force_to_disk(file)
-        # The name comes last: what is called `out` is whole, after a power cut too.
+        # Rename last: a folder named `out` is complete, even after a power cut.
         force_to_disk(folder)
         (folder / _LOCK).unlink()
         os.rename(folder, out)
@@ -217,7 +216,7 @@ def _locked(file: Path, out: Path) -> Iterator[None]:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another process prepares {out} at this moment: wait for its end"
+                f"another process is already preparing {out}: wait for it to finish"
             ) from None
         yield  # Closing the file ends the lock.
 

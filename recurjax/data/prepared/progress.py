@@ -43,7 +43,7 @@ def _bar(console: Console, doing: str) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task("", counts="")
 
         def show(now: Progress) -> None:
-            # The rate is over the whole time so far, so that it does not jump.
+            # The rate is the average since the start, so that it does not jump.
             counts = _counts(now, time.monotonic() - begin)
             bar.update(task, total=now.total, completed=now.done, counts=counts)
 

@@ -1,7 +1,7 @@
 """Tokenizes a corpus once, into a directory that any number of runs read.
 
-Several processes may tokenize, and several machines, whose parts `merge` joins: the
-bytes that are written are the same.
+Several processes may tokenize, or several machines whose parts `merge` joins; the
+output is the same byte for byte.
 """
 
 import errno
@@ -101,19 +101,19 @@ def prepare(
 ) -> PreparedManifest:
     """Writes a prepared directory: `directory.py` tells what is in it.
 
-    The directory appears whole or not at all. What was stopped goes on, when it is
-    called in the same way again, after the last shard that was full.
+    The directory appears complete or not at all. Calling a stopped preparation again
+    with the same arguments continues after its last full shard.
 
     Args:
       corpus: what to tokenize, in this order.
       tokenizer: is saved along with the tokens.
       out: the new directory; an empty one may be there.
       validation_fraction: the last share of the corpus' bytes, kept for validation.
-      shard_tokens: tokens in a file, rounded up to whole records.
-      ends: whether EOS comes after each document: see `encoded_documents`.
-      max_tokens: no document is begun after so many tokens; None: all are taken.
-      workers: processes that tokenize; what is written does not depend on it.
-      part: (i, n): only the i-th, counted from 1, of n stretches of the corpus, for
+      shard_tokens: tokens in a file, rounded up to full records. ends: whether EOS
+      comes after each document: see `encoded_documents`. max_tokens: no document starts
+      after this many tokens; None: no limit. workers: processes that tokenize; what is
+      written does not depend on it. part: (i, n): only the i-th, counted from 1, of n
+      stretches of the corpus, for
         `merge` to join.
       progress: is called after each document.
 
@@ -121,7 +121,7 @@ def prepare(
       UserError: `out` is taken, the corpus cannot be read, the disk is full.
     """
     _check(validation_fraction, shard_tokens, max_tokens, workers, part)
-    # Asked before anything is read: a tokenizer without EOS cannot close documents.
+    # Check before reading anything: a tokenizer without EOS cannot close documents.
     closing(tokenizer, ends)
     out = Path(out).expanduser()
     reading = read_corpus(corpus)
@@ -142,7 +142,8 @@ def prepare(
         folder, state = partial.folder, partial.state
         # First, because processes that tokenize load it from there.
         tokenizer.save(folder / TOKENIZER)
-        # What is kept is read once more and skipped, which is cheap beside tokenizing.
+        # Read the finished documents again and skip them, which is cheap compared with
+        # # tokenizing.
         left = islice(reading.documents, state.documents, None)
         written = _write_tokens(
             partial,
@@ -183,8 +184,8 @@ def merge(
 
     Args:
       parts: the directories, in any order.
-      out: the new directory; it appears whole or not at all.
-      progress: is called now and then.
+      out: the new directory; it appears complete or not at all. progress: is called now
+      and then.
 
     Raises:
       UserError: `out` is taken, a directory is no part, one is missing or there twice,
@@ -250,8 +251,8 @@ def merge(
 def stretch(reading: CorpusReading, part: int, parts: int) -> CorpusReading:
     """Returns the documents that begin in one of equal stretches of a corpus.
 
-    Every document is in one of them, and all of them in turn are the corpus. What lies
-    before the stretch is read and left out.
+    Each document is in exactly one stretch, and the stretches in order make up the
+    corpus. Text before the stretch is read and skipped.
 
     Args:
       reading: the corpus.
@@ -385,7 +386,7 @@ def _write_tokens(
     progress: Callable[[int, int, int], None],
 ) -> Written:
     done, dtype = partial.state, stored_type(vocabulary)
-    # Shards end at whole records, so that token t is in record t // BLOCK throughout.
+    # Shards end at record borders, so that token t is in record t // BLOCK throughout.
     writer = ShardWriter(partial.folder, records_of(shard_tokens), done.shards)
     size = BLOCK * dtype.itemsize
     # Eight bytes a document: lists of Python's numbers would take five times as much.
@@ -395,7 +396,7 @@ def _write_tokens(
     # A part that was not counted leaves the sum of all unknown.
     counts = bool(done.counted_bytes) or not done.documents
     counted_bytes = done.counted_bytes
-    # Bytes that make no whole record yet wait for the next document.
+    # Bytes that do not fill a record yet wait for the next document.
     pending = writer.write_whole_records(done.tail, size)
     # It was stopped after its last document: none is begun beyond the limit.
     if max_tokens is not None and starts and tokens >= max_tokens:
@@ -474,7 +475,7 @@ def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
             raise UserError(f"cannot write {out}: {error}") from error
         if partial is not None and partial.is_worth_keeping:
             raise UserError(
-                f"the disk is full: {len(partial.state.shards)} whole shards are kept "
+                f"the disk is full: {len(partial.state.shards)} full shards are kept "
                 f"in {partial.folder}; free some space and give the command again"
             ) from error
         raise UserError(
@@ -491,7 +492,7 @@ def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
     for folder in folders:
         if not (folder / PART).is_file():
             raise UserError(
-                f"{folder} is no part: make parts with `recurjax data prepare --part`"
+                f"{folder} is not a part: make one with `recurjax data prepare --part`"
             )
         of = read_json_object(folder / PART, "what a part is of")
         number, count = of.pop("part")
@@ -587,8 +588,8 @@ def encode_in_processes(
 ) -> Iterator[EncodedDocument]:
     """Yields what `encoded_documents` yields, tokenized by `workers` processes.
 
-    This process reads the corpus and hands groups of documents on; a group's tokens
-    come back before those of the next are asked for, so that the order is the corpus'.
+    This process reads the corpus and hands groups of documents on; it takes a group's
+    tokens before those of the next group, which keeps the corpus' order.
 
     Args:
       reading: the corpus.

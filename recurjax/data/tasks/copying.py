@@ -1,7 +1,7 @@
 """Copy a string of letters.
 
 Source: Jelassi et al. 2024, "Repeat After Me": "$letters|letters.", several in a row
-while they fit, lengths uniform; only what stands behind the bar is learned. A model
+while they fit, lengths uniform; only the letters after the bar are targets. A model
 whose state has a fixed size cannot copy strings that hold more bits than it.
 """
 
@@ -77,11 +77,11 @@ class Copy:
             size = int(rng.integers(low, high + 1))
             string = rng.integers(self.letters, size=size).tolist()
             tokens += [begin, *string, bar, *string, end]
-            # Asked are the copy and the mark that ends it; the string before the bar is
+            # The targets are the copy and its end mark; the string before the bar is
             # random.
             scored += [False] * (size + 2) + [True] * (size + 1)
-        if len(tokens) > self.length:  # the last of a training row is cut, unasked
-            # Cut in the middle, a copy could not be told whole: nothing of it is asked.
+        if len(tokens) > self.length:  # the last of a training row is cut
+            # A copy that the row's end cuts has no targets.
             whole = len(tokens) - (2 * size + 3)
             scored[whole:] = [False] * (2 * size + 3)
         ids = np.full(self.length, pad, np.int32)

@@ -47,7 +47,7 @@ TaskConfig = (
     | HashHop
     | Needles
 )
-"""Every task: a closed union, told apart by class in JSON."""
+"""Every task: a closed union; JSON names the class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +57,9 @@ class TaskData(RangeChecks):
     Attributes:
       task: which one.
       seed: of its rows, and of the order in which a fixed set is learned from.
-      prefetch: batches made ahead of time; 0 makes each when it is asked for.
-      threads: that make them.
-      order: of training rows, for a task with several settings (`Mqar`). "mixed": a
+      prefetch: batches made ahead of time; 0 makes each on demand. threads: that make
+      them. order: of training rows, for a task with several settings (`Mqar`). "mixed":
+      a
         batch has rows of all of them, padded to the longest. "settings": a batch has
         rows of one setting and their length, and an epoch takes the settings in their
         order (Zoology's way). The loss is then a mean over one setting's answers, so
@@ -130,11 +130,11 @@ class TaskDataset:
     def row(self, split: Split, number: int) -> TaskRow:
         """Returns one row, as long as the task makes it."""
         config = self.config
-        # Made when asked for: no file, and no state but the number.
+        # Rows are made on demand: no file, and no state but the number.
         return row_of(config.task, seed=config.seed, split=split, number=number)
 
     def count(self, split: Split) -> int | None:
-        """Says how many rows a split has; None: as many as are asked for."""
+        """Returns how many rows a split has; None: endless."""
         return self.config.task.count(split)
 
     def evaluation_length(self, length: int) -> int:
@@ -196,7 +196,7 @@ class TaskDataset:
         """
         if split not in get_args(Split):
             raise ValueError(f"TaskDataset: want train or validation, got {split!r}")
-        # Asked here, before a thread of grain's meets a row that does not fit.
+        # Check here, before one of grain's threads meets a row that does not fit.
         longest = self.config.task.longest(split)
         if longest > length:
             raise UserError(
@@ -346,7 +346,7 @@ def name_of(task: TaskConfig) -> str:
 
 
 def limited(task: TaskConfig, rows: int | None) -> TaskConfig:
-    """Returns the task with at most so many rows to test on, of each setting."""
+    """Returns the task with at most `rows` test rows of each setting."""
     if rows is None:
         return task
     if isinstance(task, Mqar):

@@ -44,11 +44,10 @@ class HashHop:
       size: characters of a string.
       hops: pairs of a chain.
       length: T, the bytes of a row, prompt and answer.
-      chains: "one": the chain asked for, and pairs that belong to no chain; "full": as
-        many whole chains as fit, one of which is asked for.
-      thoughts: whether the answer names every element (chain of thought) or the last.
-      train_rows: size of the fixed set that is learned from; None: endless.
-      validation_rows: size of the test.
+      chains: "one": the queried chain, and pairs that belong to no chain; "full": as
+      many complete chains as fit, one of which is queried. thoughts: whether the answer
+      names every element (chain of thought) or the last. train_rows: size of the fixed
+      set that is learned from; None: endless. validation_rows: size of the test.
     """
 
     size: PositiveInt = 8
@@ -83,12 +82,12 @@ class HashHop:
     @property
     def pairs(self) -> int:
         """How many pairs a prompt has."""
-        # Whole chains only, where the prompt has nothing else.
+        # A prompt of full chains has complete chains only.
         fit = (self.length - self._answer_bytes()) // self._pair_bytes()
         return fit if self.chains == "one" else fit // self.hops * self.hops
 
     def length_of(self, pairs: int) -> int:
-        """Counts the bytes of a row with so many pairs."""
+        """Returns the bytes of a row with `pairs` pairs."""
         return pairs * self._pair_bytes() + self._answer_bytes()
 
     def count(self, split: Split) -> int | None:

@@ -1,8 +1,8 @@
 """MAD's six tasks, with the settings of its benchmark.
 
 Source: Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures", and
-its public `configs/tasks`. A row of the benchmark has `length` tokens; what a model is
-asked after a token stands at that token's place.
+its public `configs/tasks`. A row of the benchmark has `length` tokens; the target of a
+token is stored at that token's position.
 
 Departs from the public generator: blanks of selective copying are placed by the row's
 own random stream (there, by the process' global one), and no row is in both splits.
@@ -62,7 +62,7 @@ class _Mad(RangeChecks):
         return self.length
 
     def _row(self, ids: np.ndarray, targets: np.ndarray) -> TaskRow:
-        # The generator's own check: ids and what is asked line up.
+        # The generator's own check: ids and targets line up.
         assert len(ids) == len(targets) == self.length
         ids, targets = ids.astype(np.int32), targets.astype(np.int32)
         return TaskRow(ids, targets, {"length": self.length})
@@ -182,8 +182,9 @@ class FuzzyRecall(_Mad):
 
         probe, answer = key(), value()
         size = len(probe) + len(answer)
-        # MAD's place; where it lies behind the last pair, MAD leaves the probe out and
-        # asks for a value that was never told: here it comes at the last turn then.
+        # MAD's position. Where that is after the last pair, MAD leaves the probe out
+        # and # asks for a value that the row does not contain; here the probe then
+        # comes last.
         last_turn = self.length - size - 2 * largest
         probe_at = min(int(rng.integers(self.length - 2 * size)), last_turn)
         values: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -238,8 +239,8 @@ def _continuations(values: Sequence[Sequence[int]], prefix: Sequence[int]) -> li
 class Memorization(_Mad):
     """Pairs of a key and a place to insert its value, the same map in every row.
 
-    The answer is asked AT the insert token, which stands where the value belongs. The
-    map lives in the weights: nothing in a row tells it.
+    The target is AT the insert token, which takes the value's position. The map is in
+    the weights: no row contains it.
 
     Attributes:
       map_seed: of the one map from keys to values.
@@ -315,7 +316,7 @@ class SelectiveCopying(_Mad):
         N, blank = self.tokens_to_copy, self.vocabulary - 2
         tokens = rng.integers(self.vocabulary - 2, size=N)
         blanks = self.length - 2 * N - 1
-        # Each blank stands before one of the tokens, never after the last.
+        # Each blank comes before one of the tokens, never after the last.
         mixed = np.insert(tokens, rng.integers(N, size=blanks), blank)
         ids = np.concatenate([mixed, [self.vocabulary - 1], [blank] * N])
         targets = np.full(self.length, IGNORED)

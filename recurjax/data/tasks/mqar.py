@@ -101,15 +101,15 @@ class Mqar:
         values = half + rng.choice(self.vocabulary - half, pairs, replace=False)
         ids = np.zeros(length, np.int32)
         ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2] = keys, values
-        # Queries stand at even places behind the pairs, so that none follows another.
+        # Queries are at even positions after the pairs, so that none follows another.
         places = (length - 2 * pairs) // 2
         odds = np.arange(1, places + 1) ** (self.power - 1.0)
-        # Without replacement: two queries cannot stand at one place.
+        # Without replacement: two queries cannot share a position.
         gaps = rng.choice(places, pairs, replace=False, p=odds / odds.sum())
         at = 2 * pairs + 2 * gaps
         ids[at] = keys
         targets = np.full(length, IGNORED, np.int32)
-        # Asked at the query itself: the state there must name the value.
+        # The target is at the query itself: the state there must name the value.
         targets[at] = values
         # Token 0 is no key: it marks the places without one.
         free = ids == 0
@@ -118,7 +118,7 @@ class Mqar:
         return TaskRow(ids, targets, {"length": length, "pairs": pairs})
 
     def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
-        """Any of the row's values, each of which is asked once."""
+        """Any of the row's values, each of which is queried once."""
         return chance_of_most_frequent(row)
 
     def _settings(self, split: Split) -> tuple[Setting, ...]:

@@ -1,4 +1,4 @@
-"""Needles in a haystack of symbols: pairs far apart, asked for at the end of the row.
+"""Needles in a haystack of symbols: distant pairs, queried at the end of the row.
 
 RULER's needles (Hsieh et al. 2024) hide in text, which a small model must first learn
 to read. Here hay, keys and values are symbols of three kinds, so that what is measured
@@ -21,8 +21,8 @@ from recurjax.types import IGNORED
 class Needles:
     """Hay with `needles` pairs of a key and its value, then all keys in another order.
 
-    The value is asked AT its key's second place; a key comes twice in a row, a value
-    may come several times. Tokens are keys, then values, then hay.
+    The value is the target AT its key's second occurrence; a key comes twice in a row,
+    a value may come several times. Tokens are keys, then values, then hay.
 
     Attributes:
       keys, values, hay: different symbols of each kind.
@@ -70,8 +70,8 @@ class Needles:
         keys = rng.choice(self.keys, N, replace=False)
         values = self.keys + rng.integers(self.values, size=N)
         ids = self.keys + self.values + rng.integers(self.hay, size=self.length)
-        # Places in the body with every pair shrunk to one token; needle n then stands
-        # n places further right, so that no two overlap and all depths are as likely.
+        # Draw positions in a body whose pairs are shrunk to one token, then shift
+        # needle n # right by n: no two overlap, and all depths are equally likely.
         at = np.sort(rng.choice(body - N, N, replace=False)) + np.arange(N)
         ids[at], ids[at + 1] = keys, values
         order = rng.permutation(N)

@@ -19,7 +19,7 @@ Split = Literal["train", "validation"]
 """Rows to learn from, and the rows that a task is tested on."""
 
 HELD_OUT = 16
-"""One row in so many, by a hash of its tokens, may only ever be tested on."""
+"""One row in HELD_OUT, by a hash of its tokens, is used for tests only."""
 
 ATTEMPTS = 10_000
 """Draws before a split is called empty. One in 16 serves: 10,000 fail by chance with
@@ -31,8 +31,8 @@ class TaskRow(NamedTuple):
 
     Attributes:
       ids: what the model reads.
-      targets: what it should answer at each place; IGNORED where nothing is asked.
-      slices: what accuracies are told apart by, such as {"pairs": 8, "length": 64}.
+      targets: the expected token at each position; IGNORED: none. slices: labels by
+      which accuracies are reported, such as {"pairs": 8, "length": 64}.
     """
 
     ids: Int32[np.ndarray, " T"]
@@ -58,11 +58,11 @@ class Task(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """V: every id lies in [0, V)."""
+        """V: every id is in [0, V)."""
         ...
 
     def count(self, split: Split) -> int | None:
-        """Says how many rows a split has; None: as many as are asked for."""
+        """Returns how many rows a split has; None: endless."""
         ...
 
     def longest(self, split: Split) -> int:
@@ -78,7 +78,7 @@ class Task(Protocol):
 
         Such an answer knows what the row holds, but not which value belongs to which
         key, nor where a token was. Its mean over a test is the task's floor: accuracies
-        up to it say nothing about recall. It is 0 where nothing is asked.
+        up to it say nothing about recall. It is 0 where there is no target.
         """
         ...
 
@@ -131,7 +131,7 @@ def next_token_targets(tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T
 def asked_at(
     tokens: Int32[np.ndarray, " T"], scored: np.ndarray
 ) -> Int32[np.ndarray, " T"]:
-    """Returns next tokens as targets where the next token is asked, else IGNORED."""
+    """Returns the next token where it is a target, else IGNORED."""
     targets = next_token_targets(tokens)
-    # `scored` marks the answer's own place; its target stands one place before.
+    # `scored` marks the answer's own position; its target is one position earlier.
     return np.where(np.append(scored[1:], False), targets, IGNORED).astype(np.int32)

@@ -21,8 +21,8 @@ class TrainingPart:
 
     Attributes:
       share: of the corpus, or of `used_bytes`, that is not validation; 0 to 1.
-      used_bytes: only so many bytes of text, or more, will be used of the corpus; None:
-        all of it, and the share is of its size on disk.
+      used_bytes: bytes of text, at least, that will be used of the corpus; None: all of
+      it, and the share is of its size on disk.
     """
 
     share: float = 1.0
@@ -96,6 +96,6 @@ def train_bpe(
     if learner.get_vocab_size() < config.vocabulary:
         raise UserError(
             f"the corpus yields only {learner.get_vocab_size()} BPE tokens, "
-            f"{config.vocabulary} were asked for: choose a smaller vocabulary"
+            f"the config has {config.vocabulary}: choose a smaller vocabulary"
         )
     return JsonTokenizer(learner.to_str(), bos=BOS, eos=BOS)

@@ -65,7 +65,7 @@ class ByteTokenizer(NamelessTokens):
         self.eos = self.bos
         self.settings = TextSettings()
         self.token_bytes = np.ones(self.vocabulary, np.int32)
-        # BOS stands for no text: losses in bits per byte do not count it.
+        # BOS has no text: losses in bits per byte do not count it.
         self.token_bytes[256:] = 0
         self._definition = json.dumps({"bos": bos, "type": "bytes"})
         self.hash = hashlib.sha256(self._definition.encode()).hexdigest()
@@ -92,7 +92,7 @@ class ByteStream:
     """Decodes tokens that stand for bytes, holding back unfinished characters."""
 
     def __init__(self, pieces: Sequence[bytes]):
-        """Begins a text; `pieces[i]` is what token i stands for, later ids nothing."""
+        """Begins a text; `pieces[i]` holds token i's bytes, later ids have none."""
         # A character of several bytes may be split between two pushes; the decoder
         # waits for its rest, and bytes that can be no character become U+FFFD.
         self._pieces = pieces
@@ -101,8 +101,8 @@ class ByteStream:
 
     def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
         self.push(ids)
-        # Bytes that wait for their rest become one character, whole or U+FFFD; but
-        # halves of a surrogate, which never are whole, become one each.
+        # Pending bytes become one character, complete or U+FFFD; the bytes of a
+        # surrogate, # which is never valid in UTF-8, become one U+FFFD each.
         waiting, _ = self._decoder.getstate()
         self._skipped = len(waiting.decode(errors="replace"))
 

@@ -45,7 +45,7 @@ _PIECE = 1 << 16
 _SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PLANES = range(0xF0000, 0x10FF00, 0x800)
-"""Private-use characters, of which a run stands for the names of added tokens."""
+"""Private-use characters; a run of them represents the names of added tokens."""
 _MOST_GUARDS = 8
 """Tokenizers with such names in memory at once, each as large as the tokenizer."""
 _ANCHORS = ("a", ".", "\n", "1", "(", "x", "\u4e2d", " a")
@@ -53,7 +53,7 @@ _ANCHORS = ("a", ".", "\n", "1", "(", "x", "\u4e2d", " a")
 
 
 def byte_characters() -> tuple[str, ...]:
-    """Returns what stands for each of the 256 bytes in a byte-level vocabulary.
+    """Returns the character for each of the 256 bytes in a byte-level vocabulary.
 
     GPT-2's alphabet: printable Latin-1 is itself, other bytes follow from 256 on.
     """
@@ -93,8 +93,8 @@ class JsonTokenizer:
         chat templates and exports write them; None: there is no such token.
       pad: the token that fills rows elsewhere, or None; nothing here uses it.
       unknown: the token of text that the vocabulary cannot write, or None.
-      longest_token: the most bytes of a text that one token stands for, or None.
-      settings: what the checkpoint says about text besides its tokenizer.json; no part
+      longest_token: the most bytes of text in one token, or None. settings: what the
+      checkpoint says about text besides its tokenizer.json; no part
         of the tokenizer's identity.
     """
 
@@ -471,7 +471,7 @@ class JsonTokenizer:
 
     @cached_property
     def _fallback_bytes(self) -> dict[int, int]:
-        """The byte that each token of a byte-fallback vocabulary stands for."""
+        """The byte of each token of a byte-fallback vocabulary."""
         if "ByteFallback" not in self._decoders:
             return {}
         return {
@@ -505,7 +505,7 @@ class JsonTokenizer:
 
     @cached_property
     def _pieces(self) -> list[bytes]:
-        """The bytes each token stands for; nothing for special tokens and gaps."""
+        """The bytes of each token; none for special tokens and gaps."""
         pieces = [b""] * self.vocabulary
         silent = {*self._specials, self.bos, self.eos}
         added = set(self.added_tokens.values())
@@ -608,7 +608,7 @@ class _PieceStream:
             before = self._decoded([self._last])
             text = self._decoded([self._last, *ids])[len(before) :]
         elif self._begun:
-            # Only bytes came so far: any character of one byte stands for them.
+            # Only bytes came so far: replace them by any character of one byte.
             text = self._decoded([self._one_byte, *ids])[1:]
         else:
             text = self._decoded(ids)

@@ -53,23 +53,22 @@ class Tokenizer(Protocol):
     """Maps text to token ids and back.
 
     Attributes:
-      vocabulary: V; every id lies in [0, V).
-      bos: the token that begins each text (document or prompt), or None. A checkpoint
+      vocabulary: V; every id is in [0, V). bos: the token that begins each text
+      (document or prompt), or None. A checkpoint
         may name a BOS that begins no text: see `names`.
       eos: the token at which generated text ends, or None. Without a BOS it ends each
         document.
       adds_eos: whether EOS ends each document although there is a BOS.
       pad: the token that fills rows elsewhere, or None.
       unknown: the token of text that the vocabulary cannot write, or None.
-      token_bytes: how many bytes of text each token stands for; special tokens 0. For
+      token_bytes: how many bytes of text each token has; special tokens 0. For
         byte-level tokenizers they sum to the length of the text in UTF-8.
-      longest_token: the most bytes of a text that one token stands for; None: any
-        number, since text may be folded, dropped or unknown.
-      names: the special tokens by role (bos_token, ...), as chat templates write them.
-      named_tokens: the special tokens by their names, which no text becomes.
-      added_tokens: these and further tokens of the vocabulary that text may name.
-      settings: what the checkpoint says about text besides its tokenizer.
-      hash: SHA-256 of the definition, in hexadecimal.
+      longest_token: the most bytes of text in one token; None: unbounded, since text
+      may be folded, dropped or unknown. names: the special tokens by role (bos_token,
+      ...), as chat templates write them. named_tokens: the special tokens by their
+      names, which no text becomes. added_tokens: these and further tokens of the
+      vocabulary that text may name. settings: what the checkpoint says about text
+      besides its tokenizer. hash: SHA-256 of the definition, in hexadecimal.
     """
 
     vocabulary: int
@@ -134,7 +133,7 @@ class Tokenizer(Protocol):
         ...
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns the text that a token stands for, maybe a part of a character."""
+        """Returns the text of a token, which may be a part of a character."""
         ...
 
     def stream(self) -> TextStream:
@@ -189,8 +188,7 @@ def encode_continued(
 ) -> list[Continued]:
     """Encodes texts, given in parts, and what continues each of them.
 
-    The tokens decode to the joined text, and those before the join are what a model is
-    asked with.
+    The tokens decode to the joined text; those before the join are the prompt.
 
     Args:
       tokenizer: which.
@@ -222,8 +220,8 @@ def build_tokenizer(
       config: what to make.
       corpus: is read by a BPE only.
       validation_fraction: the share at the end that a BPE does not look at.
-      used_bytes: only the corpus' first so many bytes of text will be tokenized, or
-        more, and the share is of those; None: all.
+      used_bytes: bytes of text, at least, that will be tokenized from the start of the
+      corpus; the share is of those. None: all.
 
     Raises:
       UserError: it cannot be loaded, or the corpus does not serve to train it.

@@ -29,7 +29,7 @@ SPECIAL_TOKENS = (
 
 
 DOCUMENT_CHARACTERS = 10_000
-"""Of a document, its first so many are counted, so that none outweighs the others."""
+"""Characters counted of each document, so that none outweighs the others."""
 
 
 def train_nanochat_bpe(
@@ -54,8 +54,8 @@ def train_nanochat_bpe(
         # The special tokens come after the merges, so they are left out of the count
         # here.
         vocab_size=config.vocabulary - len(SPECIAL_TOKENS),
-        # Equal counts are decided by token number: this numbers bytes by their value,
-        # where an alphabet would be numbered by what stands for them.
+        # Token numbers break ties between counts. Number bytes by value here; the
+        # library # would number an alphabet by its characters.
         special_tokens=list(byte_characters()),
         show_progress=False,
     )
@@ -66,7 +66,7 @@ def train_nanochat_bpe(
     if size < config.vocabulary:
         raise UserError(
             f"the corpus yields only {size} BPE tokens, {config.vocabulary} were "
-            "asked for: choose a smaller vocabulary"
+            "configured: choose a smaller vocabulary"
         )
     model = learner.model
     assert isinstance(model, models.BPE)

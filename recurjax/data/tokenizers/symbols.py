@@ -66,7 +66,7 @@ class Symbols(NamelessTokens):
             known = word.isascii() and word.isdigit() and len(word) < 10
             if not known or int(word) >= self.vocabulary:
                 raise UserError(
-                    f"{word!r} is no symbol: this model reads numbers from 0 to "
+                    f"{word!r} is not a symbol: this model reads numbers from 0 to "
                     f"{self.vocabulary - 1} with spaces between them"
                 )
         return np.array([int(word) for word in words], np.int32)

@@ -237,7 +237,9 @@ def test_bad_parquet_is_named(tmp_path):
 
 def test_damaged_array_records_are_named(tmp_path):
     (tmp_path / "junk.array_record").write_text("junk")
-    with pytest.raises(UserError, match="junk.array_record is not a whole ArrayRecord"):
+    with pytest.raises(
+        UserError, match="junk.array_record is an incomplete ArrayRecord"
+    ):
         read_corpus(ArrayRecords(patterns=(str(tmp_path / "junk.array_record"),)))
     path = tmp_path / "a.array_record"
     write_records(path, [bytes([97 + i % 26]) * 500 for i in range(100)])
@@ -249,7 +251,7 @@ def test_damaged_array_records_are_named(tmp_path):
 
 
 def test_a_bad_tfds_folder_split_or_field_is_named(tfds_folder, tmp_path):
-    with pytest.raises(UserError, match=r"dataset_info\.json is not in it"):
+    with pytest.raises(UserError, match=r"it has no dataset_info\.json"):
         read_corpus(Tfds(directory=str(tmp_path)))
     with pytest.raises(UserError, match="no split 'test'; it has: train"):
         read_corpus(Tfds(directory=tfds_folder, split="test"))

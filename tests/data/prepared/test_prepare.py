@@ -238,7 +238,9 @@ def test_a_manifest_that_was_changed_is_told_and_one_without_a_digest_is_read(fo
     text = file.read_text()
     number = json.loads(text)["train_tokens"]
     file.write_text(text.replace(f'"train_tokens": {number}', '"train_tokens": 7'))
-    with pytest.raises(UserError, match="manifest.json is damaged: it is not what"):
+    with pytest.raises(
+        UserError, match="manifest.json is damaged .its digest does not"
+    ):
         read_manifest(folder)
     values = json.loads(text)
     del values["digest"]
@@ -436,7 +438,7 @@ def test_parts_that_do_not_belong_together_are_told(corpus, original, tmp_path):
         ([one, one], "are both part 1/2"),
         ([one, other], r"different preparations \(other validation_fraction\)"),
         ([one, third], r"different preparations \(other parts\)"),
-        ([one, original], "is no part"),
+        ([one, original], "is not a part"),
         ([], "name the parts"),
     ):
         with pytest.raises(UserError, match=said):
@@ -498,7 +500,9 @@ def test_what_was_stopped_goes_on_only_as_it_was_begun(corpus, tmp_path):
     shard.write_bytes(data)
     with open(partial / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process prepares .*out at this"):
+        with pytest.raises(
+            UserError, match="another process is already preparing .*out: wait"
+        ):
             begin("out")
     (partial / "progress.json").write_text("{")
     with pytest.raises(UserError, match=r"progress.json"):

@@ -212,7 +212,7 @@ def test_symbols_are_numbers(tmp_path):
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).hash == tokenizer.hash
     for word in ("6", "-1", "x", "²", "1e3"):
-        with pytest.raises(UserError, match="no symbol"):
+        with pytest.raises(UserError, match="not a symbol"):
             tokenizer.encode(f"1 {word}")
 
 
