@@ -1,4 +1,4 @@
-"""How often a model's likeliest token is the answer, where one is asked."""
+"""Accuracy: how often a model's likeliest token is the target."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ Curve = tuple[Sequence[int], Sequence[float]]
 
 
 class AnswerCounts(NamedTuple):
-    """Right and asked answers of a batch, counted three ways.
+    """Correct and total answers of a batch, counted three ways.
 
     Attributes:
       right, total: of each row.
@@ -125,17 +125,16 @@ class Accuracy(NamedTuple):
     """Shares of right answers.
 
     Attributes:
-      token: of all that is asked.
-      mean_of_classes: over the tokens that were an answer, the mean of each one's
+      token: over all targets. mean_of_classes: over the tokens that were an answer, the
+      mean of each one's
         share. MAD's published figure (the default average of torchmetrics).
       sequence: rows whose every answer is right; the Recurrent Transformer's figure.
       floor: `token` of the best answer without matching keys.
       slices: `token` of the rows of each slice, by names such as "pairs=8", in the
         order of their numbers.
       slice_floors: the floor of each slice.
-      answers: how many each slice asks, by the same names.
-      positions: `token` by place; None where nothing is asked.
-      rows: that asked something.
+      answers: targets of each slice, by the same names. positions: `token` by position;
+      None without a target there. rows: rows with at least one target.
     """
 
     token: float
@@ -164,7 +163,7 @@ class Accuracy(NamedTuple):
         return {"accuracy": self.floor} | slices
 
     def is_at_floor(self, answers: int) -> bool:
-        """Tells whether `token`, of so many answers, is within the floor's error."""
+        """Returns whether `token` is within the standard error of the floor."""
         error = (self.floor * (1 - self.floor) / answers) ** 0.5
         return self.token <= self.floor + 3 * error
 
@@ -180,7 +179,7 @@ def accuracy(
         nothing.
 
     Raises:
-      ValueError: nothing was asked at all.
+      ValueError: no row has a target.
     """
     classes = positions = np.zeros((2, 0), np.int64)
     rows: list[_RowCounts] = []
@@ -196,7 +195,7 @@ def accuracy(
             for label in row.slices.items():
                 by_slice.setdefault(label, []).append(rows[-1])
     if not rows:
-        raise ValueError("accuracy: no row asks anything")
+        raise ValueError("accuracy: no row has a target")
     # A class that was never an answer has no share; it is left out of the mean.
     total = classes[1] > 0
     places = [
@@ -224,11 +223,11 @@ def accuracy(
 def curves_of(
     slices: Mapping[str, float], positions: Sequence[float | None]
 ) -> dict[str, Curve]:
-    """Returns what there is to draw: values and their accuracies by what they are.
+    """Returns the curves to draw: values and their accuracies by the name of the axis.
 
     Args:
       slices: accuracies by names such as "pairs=8".
-      positions: by place; drawn where nearly every place is asked.
+      positions: by position; drawn where nearly every position has a target.
     """
     by: dict[str, dict[int, float]] = {}
     for name, share in slices.items():
@@ -252,8 +251,8 @@ def plot_by_slice(
 
     Args:
       curves: of each model by its name, what `curves_of` found; alike in their kinds.
-      png: written whole or not at all.
-      trained: tokens a row in training, a line where places or lengths are drawn.
+      png: written atomically. trained: tokens a row in training, a line where places or
+      lengths are drawn.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

@@ -72,7 +72,7 @@ class Answerer:
         # Refused before anything is generated: one prompt of thousands may be too long.
         for question in questions:
             self._check(question)
-        # The place is part of what is asked only where it chooses the stream.
+        # The position is part of the key only where it selects the random stream.
         keys = [
             key_of(
                 *question[:3],
@@ -82,8 +82,7 @@ class Answerer:
             )
             for number, question in enumerate(questions)
         ]
-        # The same question twice is asked once; drawn answers have their place in the
-        # key.
+        # Equal prompts run once; sampled answers have their position in the key.
         left = {key: n for n, key in enumerate(keys) if key not in journal}
         self.report(len(questions) - len(left))
         for number, text in self._answers(questions, list(left.values())):
@@ -93,7 +92,9 @@ class Answerer:
 
     def _check(self, question: Question) -> None:
         if not question.prompt:
-            raise UserError("a prompt to go on after needs a token: it is empty")
+            raise UserError(
+                "a prompt to continue needs at least one token: it is empty"
+            )
         # The last new token is not read again.
         needed = len(question.prompt) + question.most - 1
         what = f"{question.most} new tokens after {len(question.prompt)}"

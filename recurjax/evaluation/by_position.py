@@ -88,8 +88,7 @@ def plot_by_position(
 
     Args:
       curves: by the name that the legend shows.
-      png: written whole or not at all.
-      trained: tokens a row in training.
+      png: written atomically. trained: tokens a row in training.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

@@ -52,6 +52,6 @@ def _grams(text: bytes, size: int) -> np.ndarray:
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Returns each asked key's value, 0 where there is none; keys are sorted."""
+    """Returns each query's value, or 0 without a match; keys are sorted."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)

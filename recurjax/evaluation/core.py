@@ -69,8 +69,8 @@ class CoreTask:
       items: rows with query, choices, gold; context_options, continuation, gold; or
         context, continuation.
       fewshot: solved examples before each item.
-      delimiter: between what is asked and what continues it.
-      baseline: accuracy of guessing, in percent.
+      delimiter: between the query and its continuation. baseline: accuracy of guessing,
+      in percent.
     """
 
     label: str
@@ -90,7 +90,7 @@ class Prompt(NamedTuple):
 
 
 class TaskScore(NamedTuple):
-    """Accuracy of a task, and how far it lies above guessing: 0 is chance, 1 all."""
+    """Accuracy of a task, and its centered accuracy: 0 is chance, 1 is perfect."""
 
     label: str
     accuracy: float
@@ -127,13 +127,10 @@ def core_of(
 
     Args:
       model: any variant.
-      tokenizer: its BOS stands before each prompt, or else its EOS.
-      tasks: see `read_tasks`.
-      limit: items a task; None: all.
-      mesh: that the model lies on; None: one device.
-      rows: read at a time.
-      report: called with the reading and each of its tasks' scores.
-      journal: keeps the pairs' scores; None: nothing does.
+      tokenizer: its BOS, or else its EOS, precedes each prompt. tasks: see
+      `read_tasks`. limit: items a task; None: all. mesh: of the model; None: one
+      device. rows: read at a time. report: called with the reading and each of its
+      tasks' scores. journal: keeps the pairs' scores; None: nothing does.
 
     Returns:
       The score under `AS_CALLED` and, of a model with a latent memory, also under
@@ -252,8 +249,8 @@ def score_core(
       score: the model; a task's pairs are scored in one call.
       encode: texts -> token rows, with BOS in front.
       limit: items a task, the first of a fixed shuffle; None: all.
-      longest: prompts lose their first tokens beyond so many; None: never.
-      report: called with each task's score as it comes.
+      longest: longer prompts lose their first tokens; None: never. report: called with
+      each task's score as it comes.
 
     Raises:
       UserError: a task has too few items for its examples, or its prompts do not fit.
@@ -306,7 +303,7 @@ def score_items(
         for item in rows
         for row in item
     ]
-    # All pairs in one call: the scorer sorts them by length over the whole task.
+    # All pairs in one call: the scorer sorts them by length over the task.
     scored = iter(score(pairs))
     items = []
     for number, item in enumerate(rows):
@@ -454,7 +451,9 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
     wanted = [directory / "core.yaml", directory / "eval_meta_data.csv"]
     missing = [str(file) for file in wanted if not file.is_file()]
     if missing:
-        raise UserError(f"{directory} is no CORE bundle: no {' and no '.join(missing)}")
+        raise UserError(
+            f"{directory} is not a CORE bundle: no {' and no '.join(missing)}"
+        )
     try:
         listed = yaml.safe_load(wanted[0].read_text(encoding="utf-8"))["icl_tasks"]
         files = [directory / "eval_data" / task["dataset_uri"] for task in listed]
@@ -474,7 +473,7 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
                 for row in csv.DictReader(file)
             }
     except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{directory} is no CORE bundle: {error!r}") from error
+        raise UserError(f"{directory} is not a CORE bundle: {error!r}") from error
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise UserError(f"{directory} lacks files of CORE: {', '.join(missing)}")
@@ -495,7 +494,7 @@ def _prepared(file: Path) -> CoreTask:
     except UserError:
         raise
     except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is no CORE task: {error!r}") from error
+        raise UserError(f"{file} is not a CORE task: {error!r}") from error
 
 
 def _lines(file: Path) -> list[Any]:
@@ -522,7 +521,7 @@ def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> Core
         if lacks:
             raise UserError(
                 f"{file}: item {number} lacks {', '.join(sorted(lacks))}, which a "
-                f"{kind} task wants"
+                f"{kind} task needs"
             )
         if wrong := _wrong(item, kind):
             raise UserError(f"{file}: item {number}: {wrong}")

@@ -1,8 +1,8 @@
-"""A model as every evaluation asks it: on a mesh, with a journal, shown how far it is.
+"""Runs a model for evaluations: on a mesh, with a journal and a progress bar.
 
-An evaluation makes requests, a pair to score or a prompt to go on after, and adds up
-what comes back. How requests are batched, cut over devices and kept over a kill is
-written once, here and in what this calls.
+An evaluation makes requests, pairs to score or prompts to continue, and aggregates the
+results. This module and the ones it calls batch requests, shard them over devices and
+save the answers, so that a killed evaluation continues.
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
-"""What early exits cost and save: every rule over whole rows of a text at once.
+"""What early exits cost and save: scores every rule over complete rows of a text.
 
-Each token is given (teacher forcing), leaves the loops where its rule says so, and is
-scored by the prediction it left with. Its keys and values at deeper depths are made of
-the state it left in, as decoding with `propagate` makes them, or are those of loop 1
-where the model was trained so: the figures are those of decoding the same text.
+Scoring is teacher-forced: each token leaves the loops where its rule says so and is
+scored by the prediction at that loop. Its keys and values at deeper loops come from its
+last state, as in decoding with `propagate`, or from loop 1 where the model was trained
+so. So the figures are those of decoding the same text.
 """
 
 import io
@@ -44,7 +44,7 @@ THRESHOLDS: dict[str, tuple[float, ...]] = {
     "cosine": (0.9, 0.95, 0.97, 0.98, 0.99),
     "head": (0.3, 0.5, 0.7, 0.8, 0.9),
 }
-"""What is tried of each rule, unless told otherwise."""
+"""The default thresholds of each rule."""
 
 HEAD_FILE = "exit_head.npz"
 
@@ -82,10 +82,9 @@ def score_exits(
     """Scores all rules and thresholds on a text.
 
     Args:
-      batches: gives the text's rows anew at each call.
-      thresholds: by rule; each of them is one more reading of the text.
-      head: for the rule "head".
-      report: gets a sentence when a rule is done.
+      batches: returns the text's rows; each call starts again. thresholds: by rule;
+      each of them is one more reading of the text. head: for the rule "head". report:
+      called with a sentence when a rule is done.
 
     Raises:
       UserError: the model has no loops to leave, or the text no tokens to predict.
@@ -204,7 +203,7 @@ def fit_exit_head(
 
 
 def write_exit_head(run: Path, head: ExitHead) -> Path:
-    """Writes a head into a run directory, whole or not at all."""
+    """Writes a head into a run directory atomically."""
     data = io.BytesIO()
     np.savez(data, weight=np.asarray(head.weight), bias=np.asarray(head.bias))
     write_atomic(run / HEAD_FILE, data.getvalue())
@@ -290,7 +289,7 @@ def _sums(
     stack = exits_of(model)
     x, ran = stack.leaving(model.embed(batch.ids), _tokens(batch), leave)
     counted = batch.targets != IGNORED
-    # An ignored target is no index: token 0 stands in, and its nats are dropped below.
+    # An ignored target is not an index: use token 0 and drop its nats below.
     labels = jnp.where(counted, batch.targets, 0)
 
     def read(x: Array, labels: Array) -> tuple[Array, Array]:
@@ -319,7 +318,7 @@ def _fit_step(
     after, _ = stack.states(model.embed(batch.ids), cache, _tokens(batch))
     normed = [model.final_norm(after[b]) for b in range(stack.exits)]
     last = likeliest(model, normed[-1])
-    # What each head learns to guess. It lies outside `loss`: only the head moves.
+    # The targets of each head. They are outside `loss`, so only the head is trained.
     same = [likeliest(model, x) == last for x in normed[:-1]]
     counted = batch.targets != IGNORED
 

@@ -35,7 +35,7 @@ except ModuleNotFoundError as missing:
     from recurjax.errors import UserError
 
     raise UserError(
-        f"the harness needs a package that is not here ({missing.name}): "
+        f"the harness needs a package that is not installed ({missing.name}): "
         "pip install 'recurjax[harness]'"
     ) from missing
 
@@ -139,7 +139,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token that precedes a text without a context."""
         return self.evaluator.first
 
     @property
@@ -152,7 +152,7 @@ class HarnessModel(TemplateLM):
         return self.evaluator.tokenizer.hash
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the template's text, or "" where none is asked for."""
+        """Returns the template's text, or "" without one."""
         return self._read_template() if chat_template else ""
 
     def apply_chat_template(
@@ -173,7 +173,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encodes; BOS stands before it where the evaluator puts one before contexts.
+        """Encodes a text, with BOS where the evaluator puts one before contexts.
 
         A conversation with special tokens has those of its template alone, as when the
         model is served.
@@ -233,7 +233,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns log p of whole texts, each token scored once."""
+        """Returns log p of complete texts, each token scored once."""
         texts = [
             rolling(
                 self.tok_encode(request.args[0], add_special_tokens=False),
@@ -300,7 +300,7 @@ class HarnessModel(TemplateLM):
 
 
 def template_of(run: Path) -> Path:
-    """Returns where a run's chat template lies, if it has one."""
+    """Returns the path of a run's chat template, or None."""
     return run / "tokenizer" / CHAT_TEMPLATE
 
 
@@ -342,8 +342,8 @@ def evaluate_harness(
         metadata = {"tokenizer": str(tokenizer), "max_seq_lengths": [window]}
     elif any(name.startswith(("ruler", "niah_")) for name in names):
         raise UserError(
-            "the harness' own tasks of RULER need a tokenizer.json, which the run has "
-            "none of: offline_niah_... take any tokenizer"
+            "the harness' own RULER tasks need a tokenizer.json, which the run lacks: "
+            "offline_niah_... take any tokenizer"
         )
     needles: dict[str, tuple[str, ...]] = {"offline_niah": tuple(NEEDLES)}
     needles |= {f"offline_{name}": (name,) for name in NEEDLES}

@@ -77,8 +77,8 @@ def generated_chains(evaluator: Evaluator, data: TaskData) -> list[float]:
     for number in range(task.validation_rows):
         row = row_of(task, seed=data.seed, split="validation", number=number)
         text = row.ids[: task.length_of(task.pairs)].astype(np.uint8).tobytes().decode()
-        # A target stands one place before the byte that it is: the answer begins after
-        # the first place that asks.
+        # A target is one position earlier than its byte, so the answer begins after the
+        # # first position with a target.
         first = int(np.argmax(row.targets != IGNORED)) + 1
         problems.append((text[:first], text[first:]))
     # Other tokens than the right ones may be more for the same text: twice as many fit.

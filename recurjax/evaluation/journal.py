@@ -1,4 +1,4 @@
-"""Answers as they come, on disk: a killed evaluation asks only what is left."""
+"""Writes answers to disk as they come, so that a killed evaluation continues."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from recurjax.training.agreement import first_process
 
 
 class Journal:
-    """JSON values by what was asked, a line each, written as they come.
+    """JSON values by request, one per line, written as they come.
 
     Every process of a run knows the same entries, so that all ask the model the same;
     process 0 alone writes. A line that a kill cut off or a disk damaged is dropped.
@@ -41,7 +41,7 @@ class Journal:
         return self._known[request]
 
     def add(self, answers: Iterable[tuple[str, Any]]) -> None:
-        """Keeps answers, by their `key_of` what was asked."""
+        """Stores answers under the `key_of` their requests."""
         new = dict(answers)
         self._known |= new
         if self._file is None or jax.process_index() > 0 or not new:
@@ -52,7 +52,7 @@ class Journal:
             file.writelines(json.dumps([key, new[key]]) + "\n" for key in new)
 
     def close(self) -> None:
-        """Removes the file: what was to be asked is answered."""
+        """Removes the file after the last answer."""
         if self._file is None or jax.process_index() > 0:
             return
         self._file.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ class Journal:
 
     def _read(self) -> list[tuple[str, Any]]:
         if self._file is None or not self._file.is_file():
-            # The last line is whole where the text ends with a line break.
+            # The last line is complete if the text ends with a line break.
             return []
         whole, _, cut = self._file.read_bytes().rpartition(b"\n")
         if cut:  # else the next line would be written behind the half of another
@@ -71,12 +71,12 @@ class Journal:
 
 
 def key_of(*request: Any) -> str:
-    """Returns a short name of what was asked; the parts are JSON values."""
+    """Returns a short key of a request; the parts are JSON values."""
     return hashlib.blake2b(json.dumps(request).encode(), digest_size=16).hexdigest()
 
 
 def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
-    """Yields the entries; what a damaged line held is asked again."""
+    """Yields the entries; requests of damaged lines run again."""
     for line in data.split(b"\n"):
         with suppress(UserError):
             match parse_json(line, "an answer"):

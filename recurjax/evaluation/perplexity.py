@@ -73,7 +73,7 @@ class Score(NamedTuple):
             figures.append(
                 f"accuracy {self.accuracy.token:.4f} (floor "
                 f"{self.accuracy.floor:.4f}), "
-                f"{self.accuracy.sequence:.4f} of whole rows"
+                f"{self.accuracy.sequence:.4f} of complete rows"
             )
         figures += [
             f"{name} {part.loss:.4f}" for name, part in (self.parts or {}).items()
@@ -171,7 +171,7 @@ def text_sums(
     targets that are IGNORED, are left out.
 
     Args:
-      sizes: bytes that each token stands for.
+      sizes: bytes of each token's text.
     """
     counted = targets != IGNORED
     # IGNORED would be an index from the end.

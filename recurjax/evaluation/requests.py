@@ -29,7 +29,7 @@ class AnswerOption(NamedTuple):
     """A continuation that may be the answer.
 
     Attributes:
-      bare: what it follows where nothing was asked, or None.
+      bare: the context without the question, or None.
     """
 
     context: str
@@ -48,8 +48,8 @@ class RequestFile(NamedTuple):
     """A file's items and where they come from.
 
     Attributes:
-      task: "arc_easy/rc_0shot": the two folders that the file lies in.
-      version: of the task, as the config.json beside the file says; None: unknown.
+      task: "arc_easy/rc_0shot": the file's two parent folders. version: of the task, as
+      the config.json beside the file says; None: unknown.
     """
 
     task: str
@@ -186,7 +186,7 @@ def _figures(
         ],
         "accuracy_per_token": [score.log_p / len(score.nats) for score in scores],
     }
-    # Only where every choice was asked without the question can they be compared.
+    # Comparable only if every choice was also scored without the question.
     unasked = [score for score in bare if score is not None]
     if len(unasked) == len(scores):
         by["accuracy_less_unasked"] = [

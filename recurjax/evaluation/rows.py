@@ -20,16 +20,12 @@ class Row:
 
     Attributes:
       step: of the checkpoint.
-      task: what was asked.
-      metric, value: the figure and its name.
-      n: how many items (of a text: tokens) it is the mean of.
-      stderr: its standard error; None: not known.
-      limit: items that were asked for; None: all there are.
-      seed: of what was drawn; None: nothing was.
-      version: of the task.
-      package: that defines the task or has its data, with its version.
-      floor: of a task's accuracy: the best answer without matching keys.
-      settings: what else makes the figure another one: examples shown, tokens a row.
+      task: its name. metric, value: the figure and its name. n: how many items (of a
+      text: tokens) it is the mean of. stderr: its standard error; None: not known.
+      limit: the most items to evaluate; None: all. seed: of the sampling; None: no
+      sampling. version: of the task. package: that defines the task or has its data,
+      with its version. floor: of a task's accuracy: the best answer without matching
+      keys. settings: whatever else changes the figure: examples shown, tokens a row.
     """
 
     step: int
@@ -47,7 +43,7 @@ class Row:
 
 
 def append_rows(run: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a run's file; in a bucket the file is written anew."""
+    """Adds rows to a run's file; a bucket's file is rewritten."""
     lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
     if (url := url_of(run)) is not None:
         store = open_store(url, write=True)
@@ -96,7 +92,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (row.step, row.task, row.metric, row.limit, row.seed, _settings(row))
-        latest.pop(key, None)  # so that the newest stands where it was measured
+        latest.pop(key, None)  # so that the newest comes last
         latest[key] = row
     return list(latest.values())
 

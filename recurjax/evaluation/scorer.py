@@ -1,11 +1,11 @@
-"""One engine for every score: how likely a model finds continuations of contexts.
+"""Scores the log-probability of continuations given contexts, for every evaluation.
 
-Multiple choice, cloze tests and perplexities all ask the same: the log-probability of
-some tokens after others. Pairs are sorted by length and read in batches of one shape a
+Multiple choice, cloze tests and perplexities all need the log-probability of some
+tokens after others. Pairs are sorted by length and read in batches of one shape a
 bucket, so that few programs are compiled, and only the states that score a token reach
 the head. A context that several continuations share is read once: its cache is repeated
-for each of them, which is the same function, since any cut of a sequence equals the
-whole.
+for each of them, which is exact, because a sequence read in pieces gives the same
+result as in one.
 """
 
 import math
@@ -51,7 +51,7 @@ EXACT = Reading("as_called", _exact)
 """The model itself: the only reading that a cache can continue."""
 
 SMALLEST_WIDTH, FEWEST_COLUMNS = 16, 4
-"""Of rows that are read whole, and of what follows a context: often a word or two."""
+"""The shortest padded lengths of complete rows and of continuations (a word or two)."""
 
 
 class Pair(NamedTuple):
@@ -157,8 +157,7 @@ class Scorer:
         single = [number for number in range(len(pairs)) if number not in taken]
         for scores in (self._singly(pairs, single), self._shared(pairs, shared)):
             while True:
-                # The mesh is set for each batch anew: what runs between two of them is
-                # the caller's.
+                # Set the mesh for each batch: the caller's code runs in between.
                 with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
                     done = next(scores, None)
                 if done is None:
@@ -386,7 +385,7 @@ def _against(
 
 
 def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
-    """Gives every process the whole result, to read it on the host."""
+    """Gives every process the full result, to read it on the host."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))

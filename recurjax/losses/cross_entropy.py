@@ -111,8 +111,8 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         peak = jax.lax.stop_gradient(jnp.maximum(largest, reductions.largest(logits)))
         total = total * jnp.exp(largest - peak)
         total += jnp.exp(logits - peak[..., None]).sum(-1)
-        # The target lies in one piece only; the other pieces look up a wrong column of
-        # their own, whose value is dropped.
+        # Only one piece contains the target; the others look up a wrong column, whose
+        # value # is dropped.
         here = labels % chunks == number
         target = jnp.take_along_axis(logits, (labels // chunks)[..., None], axis=-1)
         chosen = jnp.where(here, target[..., 0], chosen)

@@ -49,9 +49,8 @@ class ExitLosses(NamedTuple):
     Attributes:
       nats: -log p_i(target).
       from_last: KL(p_N || p_i) of all but the last, no gradient in p_N; None unless
-        asked for.
-      from_teacher: t^2 times the teacher's divergence of p_i from q, both at its
-        temperature t; None without one.
+        requested. from_teacher: t^2 times the teacher's divergence of p_i from q, both
+        at its temperature t; None without one.
     """
 
     nats: Float[Array, "N B T"]
@@ -172,8 +171,8 @@ def _streamed(
 ) -> _Sums:
     """Sums over the vocabulary, the logits of one piece at a time."""
     dtype = jnp.promote_types(views[0].x.dtype, jnp.float32)
-    # One running sum for each view at each temperature that is asked for, however many
-    # pairs read it.
+    # One running sum for each view and each requested temperature, shared by all pairs
+    # # that read it.
     scales = {(i, 1.0) for i in range(predictions)}
     for pair in pairs:
         scales |= {(pair.near, pair.temperature), (pair.far, pair.temperature)}
@@ -202,7 +201,7 @@ def _streamed(
             weight = jnp.where(known, jnp.exp(near - peaks[key][..., None]), 0)
             added = (weight * (near - far)).sum(-1)
             apart[pair] = sums.apart[pair] * fading[key] + added
-        # Column v lies in piece v mod chunks, at v // chunks.
+        # Column v is in piece v mod chunks, at v // chunks.
         here = labels % chunks == number
         at = (labels // chunks)[..., None]
         targets = [

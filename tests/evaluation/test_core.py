@@ -176,8 +176,8 @@ def test_a_bundle_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda b: (b / "core.yaml").unlink(), "is no CORE bundle: no .*core.yaml"),
-        (lambda b: (b / "core.yaml").write_text("- 1"), "is no CORE bundle"),
+        (lambda b: (b / "core.yaml").unlink(), "is not a CORE bundle: no .*core.yaml"),
+        (lambda b: (b / "core.yaml").write_text("- 1"), "is not a CORE bundle"),
         (lambda b: (b / "eval_data" / "one.jsonl").unlink(), "lacks files of CORE"),
         (
             lambda b: (b / "eval_data" / "one.jsonl").write_text("{"),
@@ -218,7 +218,7 @@ def test_a_prepared_file_is_a_task(tmp_path):
         ({"kind": "essay"}, "a is of type 'essay': CORE has multiple_choice, schema"),
         ({"items": []}, "a.json holds no items"),
         ({"items": [{"query": ""}]}, "item 0 lacks choices, gold, which a multiple"),
-        ({"baseline": "half"}, "a.json is no CORE task: .*half"),
+        ({"baseline": "half"}, "a.json is not a CORE task: .*half"),
         ({"baseline": float("nan")}, "baseline must be an accuracy"),
         ({"fewshot": 1e9}, "fewshot must be 0 to 1000"),
         ({"fewshot": None}, "fewshot must be 0 to 1000"),

