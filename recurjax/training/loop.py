@@ -95,7 +95,7 @@ def train(
             return _train(experiment, root, console, mirror, stack)
         except (Exception, KeyboardInterrupt) as error:
             if process_group.leave(error):
-                # To close waits for the other processes, which are ending as well.
+                # Closing waits for the other processes, which are ending as well.
                 stack.pop_all()
             raise
 
@@ -206,8 +206,8 @@ class _Loop:
         self._report(in_flight=0)
         seconds = time.monotonic() - began - compiled - paused
         self.stop_trace()
-        # An evaluation that was cut short is owed: the run is saved as not finished,
-        # and makes it first when it is resumed.
+        # After an interrupted evaluation save the run as unfinished, so that it
+        # evaluates # first when it is resumed.
         finished = step == training.steps and not self.cut_short
         if not finished:
             self._save(state, step)
@@ -281,8 +281,8 @@ class _Loop:
 
     def _give_up(self, step: int, skipped: int, metrics: dict[str, float]) -> None:
         self.session.wait()
-        # The update before the first bad step is what made it bad, as far as anybody
-        # knows: good is a checkpoint whose next step counted.
+        # The update before the first bad step may have caused it, so only a checkpoint
+        # whose # next step counted is good.
         first = step - skipped + 1
         good = [at for at in self.session.checkpoints() if at < first - 1]
         where = (
@@ -316,7 +316,7 @@ class _Loop:
             self.writer.write(step, "validation", score.metrics())
         try:
             self._write_samples(state, step)
-        finally:  # Whatever drawing samples may meet, the step is on disk.
+        finally:  # Save before sampling, which may fail.
             self._save_if_sound(state, step, score.loss)
         host.give_back_freed_memory()
 
@@ -385,7 +385,7 @@ class _Loop:
                 sampling=SamplingConfig(temperature=evaluation.temperature),
                 seed=self.experiment.training.seed,
             )
-        except NotFinite as error:  # Training may find back; what it is, is said.
+        except NotFinite as error:  # Training may recover: report it and continue.
             self.progress.say(f"no samples: {error}")
             return
         self.sample = evaluation.sample_prompts[0] + samples.texts[0]
@@ -438,7 +438,8 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
-        # From here on a wish is remembered; one that was swallowed before ends here.
+        # From here on a signal is recorded; one that an earlier handler swallowed ends
+        # here.
         early_interrupt.stop_if_noted()
         # jax's service has taken SIGTERM already, and tells all processes of it.
         if self._shared:

@@ -1,4 +1,4 @@
-"""What training minimises: a config that is a function of (model, batch)."""
+"""Training objectives: configs that are functions of (model, batch)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,7 +24,7 @@ from recurjax.variants.relaxed_recursive_transformer.objectives import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextToken(RangeChecks):
-    """Mean cross-entropy of the next token, and z-loss if asked for.
+    """Mean cross-entropy of the next token, with optional z-loss.
 
     loss = mean over counted targets of -log p(target) + z (log sum exp logits)^2.
     Source of the z-loss: Chowdhery et al. 2022, section 5.
@@ -50,7 +50,7 @@ class NextToken(RangeChecks):
         return None
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's own: none."""
+        """Returns the extra FLOPs per token on top of the model's: none."""
         return 0.0
 
     def __call__(
@@ -85,11 +85,11 @@ class NextToken(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compress(NextToken):
-    """Mean cross-entropy of every token of a row, told by its last state alone.
+    """Mean cross-entropy of every token of a row, predicted from its last state alone.
 
-    MAD's compression task: the state of the last place that is asked, a sinusoid of
-    each place and the model's row decoder give the logits of all. The targets stand at
-    the tokens' own places. Source: Poli et al. 2024, appendix.
+    MAD's compression task: the state at the last target, a sinusoid of each position
+    and the model's row decoder give the logits of all positions. Each target is at its
+    token's own position. Source: Poli et al. 2024, appendix.
     """
 
     def refuses(self, model: ModelConfig) -> str | None:
@@ -97,16 +97,16 @@ class Compress(NextToken):
         if model.row_decoder:
             return None
         return (
-            "the objective Compress trains a decoder of whole rows, which the model "
-            "has not: set --model.row-decoder True"
+            "the objective Compress trains a row decoder, which the model lacks: "
+            "set --model.row-decoder True"
         )
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's own: two matrices of D by D."""
+        """Returns the extra FLOPs per token: two products with D by D matrices."""
         return 12.0 * model.stack.width**2
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
-        """Returns what the head reads: at every place from the last asked one's."""
+        """Returns the row decoder's states at all positions, from the last target's."""
         T = batch.ids.shape[1]
         scored = batch.targets != IGNORED
         last = jnp.max(jnp.where(scored, jnp.arange(T), 0), axis=1)
@@ -122,15 +122,15 @@ class Compress(NextToken):
 Objective = (
     NextToken | Compress | Interleaved | Chunked | Distilled | Exits | RandomLoops
 )
-"""Every objective: a closed union, told apart by class in JSON.
+"""Every objective: a closed union; JSON names the class.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
 and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `answers`,
 the counted targets that a row may have (None: any number), `passes`, how often the
 model reads each token, and `frozen`: None, or a `FrozenModel`. With one it is called
 with that model, a `Decoder`, as its third argument. `refuses` says why a model cannot
-be trained so; `beside_flops` counts what a step computes beside the model's passes;
-`calls_model` says whether a pass is the model as it is called."""
+be trained so; `beside_flops` returns the FLOPs of a step outside the model's passes;
+`calls_model` says whether a pass calls the model unchanged."""
 
 
 def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:

@@ -1,7 +1,7 @@
-"""The one way to a training step: what it refuses, its programs, its arguments.
+"""Builds the training step: its checks, its compiled programs and its arguments.
 
-Trainer, plan, benches and scripts all call `build_step`, so that what is planned is
-what is trained, and a mesh that training would refuse a plan refuses in the same words.
+Trainer, plan, benches and scripts all call `build_step`, so that a plan describes
+exactly what is trained, and rejects a mesh with the same error as training.
 """
 
 from collections.abc import Callable
@@ -113,8 +113,7 @@ def build_step(
     """Builds the training step of an experiment; nothing is compiled yet.
 
     Args:
-      experiment: the whole run's configuration.
-      mesh: of the devices, which may be there or only be planned for.
+      experiment: the run's configuration. mesh: of real devices or of planned ones.
       peak: learning rate in place of `optimizer.learning_rate`; it may be traced, so
         that one program (of `update`) serves runs at several rates.
       data_changes: see `train_step`.
@@ -144,9 +143,9 @@ def build_step(
             key, experiment.model, optimizer, training.spikes, training.train_only
         )
 
-    # As shapes: the model is not made to know what it refuses.
+    # Shapes suffice for the checks, so the model is not built.
     state = jax.eval_shape(new, jax.random.key(0))
-    # Asked before anything else is looked at: it says most about what to change.
+    # First, because this message says most about what to change.
     refused = state.model.stack.refuses(mesh, training.length)
     if refused is not None:
         raise UserError(refused)
@@ -198,7 +197,8 @@ def build_step(
             update,
             donate_argnums=0,
             out_shardings=(places, replicated(mesh)),
-            # Outputs lie as inputs do: a state goes into the next step as it is.
+            # Outputs are sharded as inputs are, so that a state enters the next step as
+            # it is.
         ),
         initialise=jax.jit(
             new, out_shardings=places, compiler_options=_run_once_options(mesh)

@@ -1,4 +1,4 @@
-"""Steps that must not count: a loss that is not finite, or far above its neighbours."""
+"""The spike rule skips steps whose loss is not finite or far above the recent ones."""
 
 import math
 from collections.abc import Mapping
@@ -142,7 +142,7 @@ def _bound(middle: Scalar, deviation: Scalar, config: SpikeConfig) -> Scalar:
 def _steady(
     row: Float[Array, " patience"], deviation: Scalar, config: SpikeConfig
 ) -> Bool[Array, ""]:
-    """Whether a row of losses lies at one level.
+    """Whether a series of losses stays at one level.
 
     All lie within `_bound` of their median, and the medians of the earlier and the
     later half within half of that: a loss that keeps growing is no level, and neither
@@ -179,7 +179,7 @@ def _median(values: Float[Array, " N"], known: Int[Array, ""]) -> Scalar:
 
 
 class Diverged(UserError):
-    """A run that its settings led astray: it ends, and others beside it need not."""
+    """A run diverged: it ends, and other runs of a sweep continue."""
 
 
 def skip_message(step: int, skipped: int, metrics: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ A loss is a mean over counted targets. One that is the mean of several such mean
 
 
 class TrainState(NamedTuple):
-    """All that training changes; a pytree that checkpoints save whole."""
+    """Everything that training changes; a pytree that checkpoints save in full."""
 
     step: Int[Array, ""]
     model: Decoder
@@ -84,10 +84,10 @@ def train_step(
       optimizer: from `build_optimizer`.
       spikes: when to skip.
       accumulation: parts of the batch that go through the model one after another;
-        the gradient is that of the whole batch's mean over counted targets.
+        the gradient is that of the mean over the full batch's counted targets.
       train_only: a pattern of the names of what is trained; None: everything.
-      data_changes: steps from which on the data are others (a mixture's weights), whose
-        losses are not compared with earlier ones.
+      data_changes: steps at which the data change (a mixture's weights); later losses
+      are not compared with earlier ones.
 
     Returns:
       The next state, and metrics: the objective's own, `gradient_norm` (of what is
@@ -101,11 +101,11 @@ def train_step(
         objective = _of_trained_part(objective, state.model)
     trained = trained_part(state.model, train_only)
     gradient, metrics = _gradient(trained, batch, objective, accumulation, counts)
-    # Before clipping: the norm that metrics show and the spike rule asks about.
+    # Before clipping: the norm that metrics show and the spike rule checks.
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, trained)
-    # A finite gradient can still give an update that is not: a second moment that
-    # overflowed, say. Both are asked.
+    # Check both: a finite gradient can still give an update that is not finite, such as
+    # # after an overflow of the second moment.
     update_norm = optax.tree.norm(updates)
     finite = jnp.isfinite(norm) & jnp.isfinite(update_norm)
     changed = False
@@ -113,8 +113,8 @@ def train_step(
         changed |= state.step == step
     good, seen = judge(state.spikes, metrics["loss"], finite, spikes, new_data=changed)
     model = whole_model(optax.apply_updates(trained, updates), state.model)
-    # Old and new are both at hand and one is chosen: a step that does not count costs
-    # what any other does, and no value has to reach the host.
+    # Select between the old and the new state on the device: a skipped step costs the #
+    # same as any other, and no value has to reach the host.
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     if spikes.enabled:
         model = keep(model, state.model)
@@ -147,12 +147,12 @@ def _gradient(
     accumulation: int,
     counts: Callable[[Batch], Array] | None = None,
 ) -> tuple[Any, dict[str, Scalar]]:
-    """Returns the gradient of the whole batch, and the objective's metrics.
+    """Returns the gradient of the full batch, and the objective's metrics.
 
     Args:
       counts: of an objective that is the mean of several means: the targets of each. It
-        is then called with `shares`, by which it multiplies a part's means: what of the
-        whole batch's targets the part has. None: it is one mean.
+      is then called with `shares`, the fractions of the full batch's targets that a
+      part has, by which it multiplies the part's means. None: it is one mean.
     """
     differentiate = jax.value_and_grad(objective, has_aux=True)
     if accumulation == 1:
@@ -165,8 +165,8 @@ def _gradient(
     count = _counted if counts is None else counts
     whole = jnp.maximum(count(batch), 1)  # A batch without targets has gradient 0.
 
-    # A part's mean times its share of the targets: all together are the mean over the
-    # whole batch, not the mean of parts' means.
+    # Weight a part's mean by its share of the targets: the sum is the mean over the
+    # full # batch, not the mean of the parts' means.
     def shared(part: Batch) -> Any:
         shares = count(part) / whole
         if counts is not None:

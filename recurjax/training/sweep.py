@@ -1,7 +1,7 @@
-"""Several runs under one folder, one after another, and the table of what they reach.
+"""Trains several runs under one folder, one after another, and tabulates results.
 
-Each run resumes by itself, so a sweep that was stopped goes on where it stood; one that
-diverged is told and left behind. What is told of a run is read from its own files.
+Each run resumes by itself, so a stopped sweep continues where it was. A run that
+diverges is reported and skipped. Reports of a run come from its own files.
 """
 
 import statistics
@@ -56,8 +56,8 @@ class Reached(NamedTuple):
 def seeded(experiment: Experiment, seed: int) -> Experiment:
     """Returns the experiment with another seed of its init and of its rows' order.
 
-    Seed 0 is the experiment as it stands; another one is told in the name, which is the
-    run's directory.
+    Seed 0 is the unchanged experiment; another seed becomes part of the name, which is
+    the run's directory.
     """
     if seed == 0:
         return experiment
@@ -70,7 +70,7 @@ def seeded(experiment: Experiment, seed: int) -> Experiment:
 
 
 def shortened(experiment: Experiment, steps: int | None) -> Experiment:
-    """Returns a run of so many steps, a tenth of them warm-up; None: as it stands."""
+    """Returns a run of `steps` steps, a tenth of them warm-up; None: unchanged."""
     if steps is None:
         return experiment
     schedule = replace(experiment.schedule, warmup_steps=steps // 10)
@@ -136,11 +136,11 @@ def sweep(
 
     Args:
       experiments: with names that differ.
-      root: gets results.json and results.md, anew after each run.
-      console: tells of each run as `train` does, and what it said that diverged. The
-        next call tries such a run again, from its last checkpoint.
-      seeds: how many runs of each, see `seeded`. The seed changes last, so that a
-        table of one seed is whole first.
+      root: gets results.json and results.md, rewritten after each run. console: reports
+        each run as `train` does, and the message of one that diverged. The next call
+        tries such a run again, from its last checkpoint.
+      seeds: how many runs of each, see `seeded`. The seed changes last, so that a table
+      of one seed is complete first.
 
     Returns:
       One entry a run; None when a run was stopped: the same call goes on from there.
@@ -157,7 +157,7 @@ def sweep(
         try:
             result = train(run, root / run.name, console=console)
         except Diverged as error:
-            # Of several processes this one has told the others that it ends.
+            # With several processes, this one has already sent its end to the others.
             if process_group.is_leaving():
                 raise
             console.print(f"{error}", soft_wrap=True, highlight=False, markup=False)
@@ -230,9 +230,9 @@ def _read_diverged(experiment: Experiment, root: Path) -> Reached:
 def markdown(reached: Sequence[Reached]) -> str:
     """Returns a Markdown table: a row a name, over its seeds the mean and the spread.
 
-    The spread is the highest less the lowest; a single run has none. Runs that diverged
-    are told among the seeds and not counted. Where all rows are symbols, which stand
-    for no bytes, the table has losses a token.
+    The spread is the highest less the lowest; a single run has none. Diverged runs are
+    listed among the seeds but not counted. Where all rows are symbols, which have no
+    bytes, the table has losses per token.
     """
     of_text = any(run.bits_per_byte is not None for run in reached)
     unit = "bits per byte" if of_text else "loss"
@@ -287,7 +287,7 @@ def table_of(what: str, results: Mapping[str, Sequence[Mapping[str, float]]]) ->
       what: heads the column of names.
       results: of each name, the figures of each seed by the columns' names.
     """
-    # Of all seeds of all names: a set that is not whole yet lacks some.
+    # Over all seeds of all names: an unfinished set lacks some.
     rows = [row for seeds in results.values() for row in seeds]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [

@@ -1,6 +1,6 @@
 """Checkpoints of a run: asynchronous, atomic, verified when they are read.
 
-The one door is `Checkpoints`; see README.md for the rooms behind it.
+`Checkpoints` is the public class; README.md maps the modules behind it.
 """
 
 from recurjax.training.checkpoint.checkpoints import (

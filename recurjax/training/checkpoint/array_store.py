@@ -1,4 +1,4 @@
-"""Everything recurjax asks of orbax: write the arrays of a step, read them again."""
+"""The only use of orbax: writes the arrays of a step and reads them again."""
 
 import asyncio
 import errno
@@ -28,7 +28,7 @@ from recurjax.training.checkpoint.step_directory import (
 )
 
 _INDEX = "manifest.ocdbt"
-"""Says where each array lies, in a part and in the whole that parts are joined to."""
+"""The index of the arrays' files, in a part and in the joined parts."""
 
 
 class ArrayStore:
@@ -39,11 +39,11 @@ class ArrayStore:
 
         Args:
           apart: whether the processes of a run have folders of their own. Then each
-            writes a whole step there, but of the arrays its own part alone; `read`
-            joins the parts once they lie together.
+          writes a complete step there, with only its own part of the arrays; `read`
+          joins the parts once they are in one folder.
         """
         _wait_after_errors()
-        # Orbax' word for: each process sees to its own folder.
+        # In orbax' terms: each process manages its own folder.
         processes = ocp.options.MultiprocessingOptions(
             primary_host=None if apart else 0
         )
@@ -128,8 +128,8 @@ class ArrayStore:
         with _joined(Path(path / ARRAYS)) as folder:
             arrays = named(self._handler.restore(epath.Path(folder), args=args))
         for name, leaf in item.items():
-            # A name that orbax does not find it leaves as it was asked for.
-            # Partial restoring is silent about what it lacks.
+            # Partial restoring is silent about missing names: orbax returns the
+            # requested # abstract array for them.
             if not isinstance(arrays[name], jax.Array):
                 raise ValueError(f"{name} is missing")
             if (arrays[name].shape, arrays[name].dtype) != (leaf.shape, leaf.dtype):
@@ -146,7 +146,7 @@ class ArrayStore:
             self._writer.save(path, args=args)
         except FileExistsError:
             # Tensorstore's threads outlive a write that failed for a full disk, and may
-            # make its directory anew after it was removed. Where they do so between
+            # create its directory again after it was removed. Where they do so between
             # orbax's look and its mkdir, the next look finds that directory and removes
             # it.
             self._drop_errors()
@@ -166,7 +166,7 @@ class _Parts(ocp.PyTreeCheckpointHandler):
     """Writes this process' part of the arrays and leaves the parts apart."""
 
     def finalize(self, directory: epath.Path) -> None:
-        # Orbax would join what lies here, and that is this process' part alone.
+        # Orbax would join the parts in this folder, which has this process' part only.
         del directory
 
 
@@ -175,7 +175,7 @@ def _joined(folder: Path) -> Iterator[Path]:
     """Gives a step's arrays as one store, for the time of a block.
 
     Parts that several processes wrote to folders of their own are joined in a folder
-    aside, of links and an index: reading changes nothing where the step lies.
+    aside, of links and an index: reading changes nothing in the step's own folder.
     """
     if (folder / _INDEX).exists() or not any(folder.glob(f"{PART}*")):
         yield folder
@@ -189,7 +189,7 @@ def _joined(folder: Path) -> Iterator[Path]:
         # A part without an index is of a process that had nothing to write.
         parts = [p for p in sorted(aside.glob(f"{PART}*")) if (p / _INDEX).exists()]
         for part in parts:
-            # What the whole holds of a part is where it lies: no array is copied.
+            # The joined index names the parts' own files: no array is copied.
             _index(part, context).experimental_copy_range_to(whole).result()
         join.commit_sync()
         yield aside

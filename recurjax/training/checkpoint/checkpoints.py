@@ -32,9 +32,9 @@ class Restored(NamedTuple):
 
     Attributes:
       step: training steps done.
-      tree: the arrays, placed as `abstract` asked.
-      data_states: the data iterator's state in each process of the run that saved.
-      digest: of the arrays' values, see `Manifest.digest`.
+      tree: the arrays, placed as in `abstract`. data_states: the data iterator's state
+      in each process of the run that saved. digest: of the arrays' values, see
+      `Manifest.digest`.
     """
 
     step: int
@@ -51,13 +51,12 @@ class Restored(NamedTuple):
         """
         if len(self.data_states) == jax.process_count():
             return self.data_states[jax.process_index()]
-        # From another number of processes: their places agree only where all read the
-        # same.
+        # Saved by another number of processes: valid only if all read the same data.
         if any(state != self.data_states[0] for state in self.data_states):
             raise UserError(
                 f"checkpoint {self.step} was saved by {len(self.data_states)} processes"
-                f" that had read different data, and {jax.process_count()} cannot go on"
-                " from there: start as many as had saved."
+                f" that had read different data, so {jax.process_count()} cannot resume"
+                " it: start as many processes as saved it."
             )
         return self.data_states[0]
 
@@ -65,10 +64,10 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run in one directory.
 
-    The newest `keep` steps stay, and beside them the best one: the step saved with the
-    lowest loss. A loss is known where the caller evaluated, so most steps have none and
-    are never the best. Who saves first and evaluates then calls `save` once more at the
-    same step with the loss: nothing is written but the loss.
+    The newest `keep` steps stay, and so does the best one: the step saved with the
+    lowest loss. Only a step whose caller evaluated has a loss, so most steps are never
+    the best. A caller who saves first and evaluates later calls `save` again at the
+    same step with the loss, which writes the loss only.
 
     Reading changes nothing on disk; the first save takes the directory over and removes
     what a killed save left there. In a run of several processes every process calls
@@ -164,7 +163,8 @@ class Checkpoints:
         except OSError as error:
             raise self._not_written(step, error) from error
         self._writing = step
-        # Whoever sends a step away waits for it in the background, beside the training.
+        # A follower that uploads steps waits for them in the background while training
+        # # continues.
         if self._after_write is not None:
             self._follower = threading.Thread(target=self._follow, daemon=True)
             self._follower.start()
@@ -204,10 +204,11 @@ class Checkpoints:
         root = self._directory.root
         for incomplete in self._decided(self._directory.incomplete):
             report(f"Checkpoint {incomplete} in {root} is incomplete and is left out.")
-        # Newest first; one that is damaged is told of and the next older one tried.
+        # Newest first; on damage, report it and try the next older one.
         faults: dict[int, str] = {}
         for candidate in self._candidates(step):
-            # All of it, also of a step that is found damaged: it is set aside whole.
+            # Fetch the step completely, even a damaged one, so that it is set aside as
+            # it is.
             if self._before_read is not None:
                 self._before_read(candidate)
             try:
@@ -260,7 +261,7 @@ class Checkpoints:
             self._writing = None
             raise self._not_written(step, error) from error
         self._writing = None
-        # Only now that a newer step is whole may older ones go.
+        # A newer step is complete, so older ones may be removed.
         prune = self._directory.prune
         self._decided(lambda: prune(keep=self._keep, keep_best=self._keep_best))
 

@@ -1,4 +1,4 @@
-"""A checksum per array that does not know how the array is laid out over devices."""
+"""A checksum per array that is the same under any sharding."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +17,7 @@ def checksums(arrays: Mapping[str, Shaped[Array, "..."]]) -> dict[str, str]:
 
     sum over i of mix(word[i], i), modulo 2^32, in two independent lanes: word[i] are
     the bits of element i (two words for 64-bit elements), i its row-major index in the
-    whole array. An integer sum has no order, so the result is the same under any
+    full array. An integer sum has no order, so the result is the same under any
     sharding and any number of processes. Each mix is a bijection of the word: a change
     of one element of at most 32 bits always shows; any other change (two swapped
     elements, say) escapes with probability 2^-64. Shape and dtype are not part of it.

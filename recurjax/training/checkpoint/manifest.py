@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its arrays and their checksums, data states, loss.
+"""The manifest of a checkpoint: its arrays and their checksums, data states, loss.
 
 Arrays are named by the keys that lead to them, joined by dots.
 """
@@ -27,7 +27,7 @@ class ArrayEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The small text beside the arrays of a step; it carries a digest of itself.
+    """The metadata of a step, stored next to its arrays, with a digest of itself.
 
     Attributes:
       step: training steps done.

@@ -2,8 +2,8 @@
 
 `ROOT/<step>/` holds `state/` (the arrays, written by orbax), `manifest/manifest.json`
 (see `manifest.py`) and `commit_success.txt`, which orbax writes last: a step without
-it is incomplete. A step found damaged or incomplete is never removed: when it stands in
-the way of a save it is renamed to `<step>.damaged` or `<step>.incomplete`.
+it is incomplete. A step found damaged or incomplete is never removed: a save of the
+same step renames it to `<step>.damaged` or `<step>.incomplete`.
 """
 
 import json
@@ -109,7 +109,7 @@ class StepDirectory:
             return True
 
     def prune(self, *, keep: int, keep_best: bool) -> None:
-        """Removes all complete steps but the newest `keep` and, if asked, the best."""
+        """Removes all complete steps but the newest `keep` and, if given, the best."""
         steps = self.complete()
         stay = {*steps[-keep:], *([self.best()] if keep_best else [])}
         with self._writable():

@@ -40,9 +40,8 @@ class MuonAdamW(RangeChecks):
       head_rate: of an untied head.
       scalar_rate: of norms, biases and scales; of residual scales a hundredth.
       weight_decay: before its scaling by depth.
-      momentum, momentum_steps: Muon's rises in a line from the first to the second in
-        so many steps.
-      dtype: of Muon's Newton-Schulz products.
+      momentum, momentum_steps: Muon's momentum rises linearly from the first to the
+      second value over `momentum_steps` steps. dtype: of Muon's Newton-Schulz products.
     """
 
     learning_rate: PositiveFloat = 0.02
@@ -56,7 +55,7 @@ class MuonAdamW(RangeChecks):
 
     @property
     def reads_steps(self) -> bool:
-        """Whether there is a weight decay, which goes to 0 over the whole run."""
+        """Whether there is a weight decay, which goes to 0 over the full run."""
         return self.weight_decay > 0
 
 
@@ -77,13 +76,13 @@ class RunSize(NamedTuple):
 def muon_adamw(
     config: MuonAdamW, rate: Callable, *, steps: int, size: RunSize
 ) -> optax.GradientTransformation:
-    """Returns the whole update of every parameter, each by its group.
+    """Returns the complete update of every parameter, each by its group.
 
     Args:
       config: rates and scaling.
       rate: step (from 0) -> scheduled `learning_rate`; the others are in proportion.
-      steps: of the whole run, over which the weight decay goes to 0.
-      size: of the run; `RunSize()` leaves every rate as it is.
+      steps: of the full run, over which the weight decay goes to 0. size: of the run;
+      `RunSize()` leaves every rate as it is.
     """
     # A batch k times as large has a gradient with 1/k of the noise: rates grow by sqrt
     # k.
@@ -182,7 +181,7 @@ def muon(
     b2: float = 0.95,
     dtype: Any = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Returns Muon's whole step, learning rate and decay included.
+    """Returns Muon's complete step, learning rate and decay included.
 
     m = mu m + (1 - mu) g; u = mu m + (1 - mu) g (Nesterov); o = polar factor of u by
     five Newton-Schulz steps; o is divided by the root of the running mean of its mean
@@ -266,8 +265,7 @@ def _polar_factors(u: Any, axes: Any, dtype: Any) -> Any:
 
 def _equalized(o: Array, v: Array, axes: MuonDimensionNumbers) -> Array:
     """Divides o by sqrt(v) and restores each matrix's Frobenius norm."""
-    # Rows that were updated more than others get less, and the matrix as a whole what
-    # it had: only the shares change.
+    # Scale down rows that were updated more than others, and keep the matrix' norm.
     scale = jax.lax.rsqrt(jnp.maximum(v, _SMALLEST))
     both = (*_tuple(axes.reduction_axis), *_tuple(axes.output_axis))
     squares = _mean_square(o, axes)

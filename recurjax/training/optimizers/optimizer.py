@@ -54,9 +54,9 @@ class Adam(RangeChecks):
 
 
 OptimizerConfig = AdamW | Adam | MuonAdamW
-"""Every optimizer: a closed union, told apart by class in JSON. Each has a
+"""Every optimizer: a closed union; JSON names the class. Each has a
 `learning_rate`, the peak of the rate that is scheduled and shown, and `reads_steps`:
-whether a step depends, beside its rate, on how many the whole run has."""
+whether a step depends on the run's total number of steps, apart from its rate."""
 
 
 def build_optimizer(
@@ -67,14 +67,14 @@ def build_optimizer(
     steps: int | None = None,
     size: RunSize | None = None,
 ) -> optax.GradientTransformation:
-    """Returns the gradient transformation of a whole training step.
+    """Returns the gradient transformation of a complete training step.
 
     Args:
       config: which optimizer.
       rate: optimizer step -> learning rate.
-      clip: largest global norm of the gradient, or None.
-      steps: of the whole run; MuonAdamW, which schedules more than its rate, needs it.
-      size: of model and batch; MuonAdamW, which scales its rates by them, needs it.
+      clip: largest global norm of the gradient, or None. steps: of the full run;
+      MuonAdamW, which schedules more than its rate, needs it. size: of model and batch;
+      MuonAdamW, which scales its rates by them, needs it.
     """
     clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
     if isinstance(config, MuonAdamW):

@@ -62,8 +62,8 @@ class LinearWarmdown(RangeChecks):
 
 
 Schedule = Constant | Cosine | LinearWarmdown
-"""Every schedule: a closed union, told apart by class in JSON. `reads_steps` says
-whether the rate of a step depends on how many the whole run has."""
+"""Every schedule: a closed union; JSON names the class. `reads_steps` says
+whether the rate of a step depends on the run's total number of steps."""
 
 
 def learning_rate(
@@ -74,7 +74,7 @@ def learning_rate(
     Args:
       schedule: its shape.
       peak: the highest learning rate; it may be traced.
-      steps: optimizer steps in the whole run.
+      steps: optimizer steps of the full run.
 
     Raises:
       UserError: the warm-up is negative or longer than the run.

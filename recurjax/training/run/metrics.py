@@ -41,7 +41,7 @@ def read_rows(file: Path) -> MetricRows:
         if row is None:
             damaged += 1
         else:
-            # A row cut off at the very end may still be whole, but for its line break.
+            # A last row without its line break may still be complete.
             rows.append(row)
     if (row := _row(last)) is not None:
         rows.append(row)
@@ -154,8 +154,7 @@ def plot_losses(metrics: Path, png: Path) -> None:
     """Draws training and validation loss, in nats a token, over steps.
 
     Args:
-      metrics: a run's metrics.jsonl.
-      png: written whole or not at all.
+      metrics: a run's metrics.jsonl. png: written atomically.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

@@ -1,4 +1,4 @@
-"""A run directory in a bucket, worked on in a folder of this machine.
+"""A run directory in a bucket, with a local working copy.
 
 A bucket cannot append to metrics.jsonl, rename a checkpoint or link a lock. So a run
 works in a folder of its own, which begins as a copy of the bucket's and is sent there
@@ -10,7 +10,7 @@ set aside (`3.damaged`) is neither fetched nor removed.
 Each process of a run has such a folder. Process 0 sends what is the run's, the others
 their parts of a checkpoint's arrays; the commit file goes once all have sent theirs.
 
-An object `lock` says who works on the run.
+An object `lock` names the process that works on the run.
 """
 
 import os
@@ -106,8 +106,8 @@ class Mirror:
 
         Args:
           after_save: a checkpoint was saved: all processes call this at once and wait
-            for each other's parts. Otherwise process 0 alone may call it, and what is
-            no whole checkpoint by then never becomes one.
+            for each other's parts. Otherwise only process 0 may call it, and a
+            checkpoint that is incomplete by then stays incomplete.
 
         Raises:
           UserError: the store does not take it, another process has taken the run over,
@@ -160,7 +160,7 @@ class Mirror:
             raise UserError(
                 f"{self.store.url}: another process did not send its part of a "
                 f"checkpoint within {_MINUTES} minutes: start all again, and the run "
-                "goes on from its last whole one"
+                "resumes from its last complete one"
             ) from error
 
     def _remove_others(self, local: set[str]) -> None:
@@ -170,7 +170,7 @@ class Mirror:
         gone = [n for n in there - local if not self._is_elsewhere(n, steps)]
         for name in gone:
             self._stamps.pop(name, None)
-        # The commit file first: half a step must not look like a whole one.
+        # The commit file first: half a step must not look complete.
         self.store.remove(sorted(gone, key=_order, reverse=True))
 
     def _is_own(self, name: str) -> bool:
@@ -197,7 +197,7 @@ class Mirror:
         return step in self._unread or path[3] in parts
 
     def sentence(self) -> str:
-        """Says what was sent and asked so far, for who pays by bytes and requests."""
+        """Reports the bytes sent and requests made so far, which a bucket bills."""
         return (
             f"sent {self.sent_bytes:,} bytes in {self.sent_objects:,} objects, at "
             f"{self.pushes - 1:,} saves and the end, with "
@@ -303,7 +303,7 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[RunCopy]:
         raise UserError(f"{url} is not a run directory: no {_CONFIG}")
     steps = _complete(names)
     if step is not None and step not in (*steps, NO_STEP):
-        # Told here: of the copy it would be told that it has none at all.
+        # Raise it here: the copy would report no checkpoint at all.
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"{url} has no checkpoint {step}; it has {there}")
     chosen = [s for s in steps if s == step] if step is not None else steps[-1:]
@@ -344,7 +344,7 @@ def _is_commit(name: str) -> bool:
 
 
 def _order(name: str) -> tuple[bool, bool, bool, str]:
-    """Sorts names so that each marks what comes before it as whole."""
+    """Sorts names so that each one comes after everything that it marks as complete."""
     path = PurePosixPath(name)
     is_checkpoint = path.parts[0] == _CHECKPOINTS
     # Last of all the commit file of a checkpoint; before it config.json, then the rest.

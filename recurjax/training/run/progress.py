@@ -67,7 +67,7 @@ class TrainingProgress:
             self.say(f"resuming at step {step} of {self._steps}")
 
     def stop(self) -> None:
-        """Leaves the bar as it stands."""
+        """Leaves the bar as it is."""
         self._bar.stop()
 
     def advance(self, step: int, loss: float) -> None:

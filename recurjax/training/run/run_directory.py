@@ -77,7 +77,7 @@ class RunDirectory:
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
     def claim(self, experiment: Experiment, tokenizer: Tokenizer) -> None:
-        """Makes the directory; config.json comes last, so it marks a whole claim."""
+        """Makes the directory; config.json comes last, so it marks a complete claim."""
         self.root.mkdir(parents=True, exist_ok=True)
         tokenizer.save(self.tokenizer)
         # Of a try that saved nothing, which another teacher's may follow.
@@ -106,7 +106,7 @@ class RunDirectory:
         """
         if self.imported.exists():
             raise UserError(
-                f"{self.root} holds an imported model, which no run can go on in: "
+                f"{self.root} holds an imported model, where no run can continue: "
                 f"train in another directory with --training.start-from {self.root}"
             )
         changed = self.changes(experiment)
@@ -157,7 +157,7 @@ class RunDirectory:
         before = self._frozen_before()
         if before["digest"] != digest:
             raise UserError(
-                f"{self.root} was begun with other parameters of {before['run']} (step "
+                f"{self.root} began with other parameters of {before['run']} (step "
                 f"{before['step']}, digest {before['digest'][:12]}) than {run} has now "
                 f"({digest[:12]}): put those back, or start another run"
             )
@@ -181,7 +181,7 @@ class RunDirectory:
 
         Returns:
           A sentence when metrics.jsonl has lines that are no rows: they are left out,
-          and the file as it was is kept beside it.
+          and a copy of the original file is kept next to it.
         """
         if self.samples.is_file():
             text = self.samples.read_bytes()
@@ -201,7 +201,7 @@ class RunDirectory:
                 f"file as it was is kept as {backup.name}"
             )
         rows = (row for row in content.rows if row["step"] <= step)
-        # Whole lines are written anew: damaged ones are gone from here on.
+        # Rewrite the complete lines only, which drops damaged ones.
         write_atomic(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         return message
 
@@ -287,7 +287,7 @@ def load_run(
     experiment = read_experiment(run.config)
     tokenizer = run.load_tokenizer(experiment)
     if mesh is None:
-        # One device where nothing else is asked for.
+        # One device by default.
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     shapes = model_shapes(experiment.model, mesh)
     wanted = {"model": to_nested_dict(shapes)}

@@ -1,4 +1,4 @@
-"""One run directory, one run: who holds it, whether they live, and taking over.
+"""The lock of a run directory: who holds it, whether they live, and taking over.
 
 Two processes that train in one directory would destroy each other's files: the second
 rewinds metrics.jsonl under the first and removes its save in flight. So process 0 of a
@@ -85,11 +85,11 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def lives(self) -> bool | None:
-        """Whether the process runs; None: it cannot be asked from here."""
+        """Whether the process runs; None: unknown, on another machine."""
         if self.machine != _machine():
             return None
         try:
-            # Signal 0 sends nothing: it only asks.
+            # Signal 0 only checks whether the process exists.
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return False
@@ -326,12 +326,12 @@ def _acquire(lock: Lock, say: Callable[[str], None]) -> RunLock:
             lives = _is_touched(lock, other)
         if lives:
             raise UserError(
-                f"{root} is in use by {other}: wait for its end, stop it or choose "
+                f"{root} is in use by {other}: wait until it ends, stop it or choose "
                 f"another --name (if no such process runs, remove {lock})"
             )
         if not lock.replace(other, this):
             raise UserError(
-                f"{root} is taken over by another process at this moment: try again "
+                f"{root} is being taken over by another process: try again "
                 f"(if nothing runs, remove {lock} and {lock}.*.successor)"
             )
         say(f"{root} was locked by {other}, which has ended without releasing it")

@@ -1,4 +1,4 @@
-"""What a run says of itself: to wandb and MLflow, and in starts.jsonl.
+"""Describes a run to wandb and MLflow, and in starts.jsonl.
 
 Both know a run by an id. It is kept in the run directory, so that a resumed run goes on
 where it was, and another run of the same name is another one.
@@ -39,7 +39,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What a tracker is told of a run.
+    """What a tracker receives about a run.
 
     Attributes:
       name: of the run directory.
@@ -194,7 +194,7 @@ def note_start(file: Path, *, step: int) -> dict[str, Any]:
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
     """Returns the commit checked out in a folder, and whether tracked files differ.
 
-    Files that git does not track do not count: runs are written beside the code.
+    Untracked files do not count: runs are written next to the code.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
@@ -204,7 +204,7 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    # Nothing is asked, locked or fetched: a training must not wait for its repository.
+    # No prompts, locks or fetches: training must not wait for its repository.
     env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     try:
         done = subprocess.run(

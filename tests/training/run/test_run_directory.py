@@ -156,7 +156,7 @@ def test_a_run_whose_weight_decay_ends_with_it_may_not_become_longer(run):
 
 def test_a_run_that_starts_anew_is_not_held_to_the_teacher_of_before(run):
     run.record_frozen("one", 3, "a" * 64)
-    with pytest.raises(UserError, match="was begun with other parameters of one"):
+    with pytest.raises(UserError, match="began with other parameters of one"):
         run.record_frozen("other", 5, "b" * 64)
     run.claim(config(), ByteTokenizer())
     assert run.frozen_step() is None

@@ -272,5 +272,5 @@ def test_a_run_records_its_teacher_and_refuses_another(tmp_path):
     assert report["run"] == str(out) and len(report["digest"]) == 64
     out.rename(tmp_path / "before")
     write(0.5)
-    with pytest.raises(UserError, match="begun with other parameters of"):
+    with pytest.raises(UserError, match="began with other parameters of"):
         load_frozen(student, mesh, lambda _: None, record=record)
