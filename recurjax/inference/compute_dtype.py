@@ -1,6 +1,6 @@
-"""Weights as they are multiplied: in the dtype of the products, and laid out for them.
+"""Prepares weights for generation: their compute dtype and their memory layout.
 
-Both are done once, before texts are read, for what every call would do again.
+Both happen once, before generation, instead of in every call.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def multiplied_shapes(model: Decoder) -> Decoder:
 def cache_dtype(model: Decoder) -> str:
     """Returns float32 for bfloat16 models on CPU, where it holds the same values.
 
-    XLA's CPU backend widens and narrows the whole of a bfloat16 cache to write a token.
+    XLA's CPU backend widens and narrows all of a bfloat16 cache to write one token.
     """
     dtype = model.config.dtype
     widens = target.widens_bfloat16()
@@ -63,22 +63,22 @@ def cache_dtype(model: Decoder) -> str:
 
 
 def layout_of(name: str, axes: int) -> Layout | None:
-    """Returns how a weight lies best; None: as every array does.
+    """Returns the best layout of a weight; None: the default layout.
 
-    A TPU multiplies by tiles of a weight's last two axes, and takes a projection
-    [D, H, E] as one matrix [D, H E]: neither is what lies in tiles of [H, E]. So XLA
-    turns all layers' projections in every call, writes the copy to memory, a quarter
-    of a Transformer's weights, and at each layer of a Latent Recurrent Transformer
-    moves one of the copies to the chip and back. With D last, they are read where they
-    lie, as [H E, D].
+    A TPU multiplies by tiles of a weight's last two axes and takes a projection [D, H,
+    E] as one matrix [D, H E], which does not match memory tiled by [H, E]. So XLA
+    transposes all layers' projections in every call and writes the copies to memory, a
+    quarter of a Transformer's weights. At each layer of a Latent Recurrent Transformer
+    it also moves one of the copies to the chip and back. With D last, XLA reads them in
+    place, as [H E, D].
 
     Args:
       axes: of the array, those of stacked layers included.
     """
     rule = rule_of(name)
     by_head = rule.role == "matrix" and rule.inputs == 1 and len(rule.outputs) == 2
-    # RAT's keys, values and gates meet channel by channel: their projections XLA would
-    # turn back.
+    # RAT combines keys, values and gates per channel: XLA would transpose their #
+    # projections back.
     if not by_head or ".mixer." in name or not target.tiles_memory():
         return None
     *layers, inputs, heads, channels = range(axes)

@@ -1,4 +1,4 @@
-"""The text of one row as its tokens come, up to the first stop string."""
+"""Decodes one row's text as its tokens come, up to the first stop string."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ class Continuation:
         self._held += self._stream.push([token])
         if (text := self._before_stop()) is not None:
             return text
-        # Text that may turn out to begin a stop string is not shown yet.
+        # Hold back text that may be the beginning of a stop string.
         return self._release(len(self._held) - self._undecided())
 
     def finish(self) -> str:

@@ -185,13 +185,13 @@ def generate_tokens(
       seed: row r draws from the stream `row_keys(seed, B)[r]`.
       cache_length: how many tokens a row's cache can hold; None: as many as needed.
       chunk: tokens of a row in one call of the compiled loop, after which the host
-        looks for stop strings. None: 16 where someone waits for text, else 64.
-      prefill: "exact", or a way of the variant's own, see `Decoder.prefill`:
+      looks for stop strings. None: 16 where text is streamed, else 64. prefill:
+      "exact", or a way of the variant's own, see `Decoder.prefill`:
         "sweeps:N" reads the prompts of a latent recurrence in N parallel sweeps after
         a first one.
-      mesh: that the model lies on; its data and fsdp axes share the rows where they
-        divide them, else every device reads all. Each process must be given the same
-        prompts and gets all tokens. None: one device.
+      mesh: of the model; its data and fsdp axes shard the rows if they divide them,
+        else every device reads all. Each process must be given the same prompts and
+        gets all tokens. None: one device.
       exits: let tokens leave a recursive model early; the prompts are read through all
         loops.
 
@@ -297,7 +297,7 @@ def continue_requests(
     timing = Timing() if timing is None else timing
     settings = [setting for _, setting in requests]
     if chunk is None:
-        # The host looks seldom where nobody waits for text and no stop string ends one.
+        # The host checks rarely if text is not streamed and has no stop strings.
         looks = on_text is not None or any(setting.stop for setting in settings)
         chunk = CHUNK if looks else LONG_CHUNK
     if chunk < 1:

@@ -1,4 +1,4 @@
-"""From logits to the next token: penalty, temperature, filters, draw."""
+"""Samples the next token from logits: penalty, temperature, filters, draw."""
 
 import math
 from collections.abc import Sequence
@@ -84,7 +84,8 @@ def sampling_rows(configs: Sequence[SamplingConfig]) -> RowSampling:
     def row(config: SamplingConfig) -> tuple[float, ...]:
         temperature = config.temperature and max(config.temperature, least)
         floor = math.log(config.min_p) if config.min_p else -math.inf
-        # A penalty that turns no logit into an infinity, whose difference is no number.
+        # A penalty that makes no logit infinite, because a difference of infinities is
+        # NaN.
         penalty = min(max(config.repetition_penalty, 1e-30), 1e30)
         return penalty, temperature, max(config.top_p, least), floor
 
@@ -166,8 +167,8 @@ def filter_logits(
     last one kept is kept too. Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020
     (top-p), Nguyen et al. 2024 (min-p).
     """
-    # A row that wants no filter keeps all of its logits in either branch: what its
-    # neighbours want changes nothing in it.
+    # A row without a filter keeps all of its logits in either branch, so other rows do
+    # # not affect it.
     logits = jax.lax.cond(
         jnp.any(rows.top_k < logits.shape[-1]),
         lambda z: _within(z, jnp.ones(z.shape, jnp.int32), rows.top_k),
@@ -230,7 +231,7 @@ def _within(
 
 
 def _bits_of_a_pass(tokens: int) -> int:
-    """Returns how many a device best settles in a pass over so many tokens: a divisor.
+    """Returns how many bits a device best settles per pass over V tokens: a divisor.
 
     What a pass reads is what it costs but on a CPU, which adds 15 sums in more than
     four times the time of one (8 rows of 50,000: 26 ms for 4). Of few tokens XLA for

@@ -1,4 +1,4 @@
-"""What an engine is built with, what a request asks for, and what becomes of it."""
+"""The configs of an engine and of a request, and the request's result."""
 
 import time
 from dataclasses import dataclass
@@ -31,18 +31,18 @@ class EngineConfig:
     Attributes:
       slots: requests that are continued at once; "auto": as many as memory holds.
       length: tokens that a slot holds, prompt and answer together.
-      prefill_tokens: of prompts, read at most between two calls of the decode program,
-        so that a long prompt does not hold up those who wait for their next token.
-      steps: tokens a slot in one call of the decode program.
-      states_gib: memory for the states of texts that were read already; 0: none.
-      prefill: "exact", or a way of the variant's own such as "sweeps:4", in each piece
+      prefill_tokens: prompt tokens read at most between two calls of the decode
+      program, so that a long prompt does not delay other requests' next tokens. steps:
+      tokens a slot in one call of the decode program. states_gib: memory for the states
+      of texts that were read already; 0: none. prefill: "exact", or a way of the
+      variant's own such as "sweeps:4", in each piece
         of `prefill_tokens` for itself.
-      top_logprobs: how many likeliest tokens a request may be told of at each place.
-      exit: when tokens leave a recursive model early; a step is then one pass of its
-        block over slots at mixed loops. None: they do not.
-      missing: with `exit`, what becomes of the keys and values that they lack; or
-        "verify": they go on through all loops while their successor starts from the
-        exit's guess, and greedy texts are the full model's. None: share where the model
+      top_logprobs: how many of the likeliest tokens a request may return at each
+        position. exit: when tokens leave a recursive model early; a step is then one
+        pass of its block over slots at mixed loops. None: they do not.
+      missing: with `exit`, how the keys and values of skipped loops are filled; or
+        "verify": tokens run all loops while their successor starts from the exit's
+        guess, so that greedy texts equal the full model's. None: share where the model
         does, else propagate.
     """
 
@@ -58,18 +58,18 @@ class EngineConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        # What sweeps leave is near the exact state and not it: a text that goes on from
-        # one would not be what it is alone.
+        # Sweeps only approximate the exact state: a text that continues from one would
+        # differ # from the same text alone.
         if self.states_gib and self.prefill != "exact":
             raise UserError(
-                f"states are kept of texts that were read exactly, not by "
-                f"{self.prefill}: leave prefill at exact or states_gib at 0"
+                f"states can be kept only with prefill exact, got prefill "
+                f"{self.prefill}: set prefill to exact or states_gib to 0"
             )
 
         if self.missing is not None and self.exit is None:
             raise UserError(
-                f"missing {self.missing} says what becomes of tokens that leave early: "
-                "say by exit when they do"
+                f"missing {self.missing} applies to tokens that leave early: "
+                "set exit too"
             )
 
     @property
@@ -96,10 +96,10 @@ class RequestSettings:
       sampling: how its tokens are chosen.
       seed, stream: its tokens are drawn from `row_keys(seed, stream + 1)[stream]`,
         whatever else runs.
-      stop_tokens: end it, beside the engine's EOS, and are none of its text.
-      ignore_eos: the EOS does not end it.
-      stop: strings before which its text ends; for an engine with a tokenizer.
-      keep: lengths of the prompt's beginnings that others may share, such as a system
+      stop_tokens: end it, as the engine's EOS does, and are not part of its text.
+      ignore_eos: the EOS does not end it. stop: strings before which its text ends; for
+      an engine with a tokenizer. keep: lengths of the prompt's beginnings that others
+      may share, such as a system
         prompt: their states are kept.
       logprobs: tell each token's logarithmic probability, before temperature and
         filters, and the `top_logprobs` likeliest tokens in its place.

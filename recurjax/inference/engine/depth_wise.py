@@ -41,7 +41,7 @@ class OverDepth:
 
 
 class Depth(NamedTuple):
-    """Where each slot's token stands.
+    """The loop and position of each slot's token.
 
     Attributes:
       loop: that is run next.
@@ -240,7 +240,7 @@ class Verified(OverDepth):
         normed = model.final_norm(x)
         logits = model.logits(normed)
 
-        # The full model's word, for the token in the last lane.
+        # The full model's prediction, for the token in the last lane.
         final = live[:, -1]
         loops = jnp.where(final, pipeline.left[:, -1], R)
         slots, outputs = draw(slots, logits[:, -1], final, loops, top=top)
@@ -257,7 +257,7 @@ class Verified(OverDepth):
         guess = jnp.where(sure, likeliest, pipeline.guess)
         left = jnp.where(sure, loop + 1, pipeline.left)
 
-        # What enters lane 0: the token that the full model said, or the new guess.
+        # The input of lane 0: the full model's token, or the new guess.
         begins = slots.active & (wrong | sure.any(1))
         chosen = jnp.sum(jnp.where(sure, likeliest, 0), axis=1, dtype=jnp.int32)
         after = jnp.where(sure, pipeline.position + 1, 0)

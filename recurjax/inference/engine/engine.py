@@ -1,4 +1,4 @@
-"""Continues many requests at once, each as if it were alone."""
+"""Continues many requests at once, each with the result it would have alone."""
 
 import math
 import time
@@ -101,14 +101,12 @@ class Engine:
         """Prepares slots; each program is compiled when it is first needed.
 
         Args:
-          model: any variant, its weights as they shall be multiplied, see
-            `in_compute_dtype`.
-          tokenizer: for texts and stop strings; its EOS is the engine's.
-          eos: without a tokenizer, the token that ends a request.
-          exit_head: of the exit rule "head".
-          mesh: on which the model lies, and whose data and fsdp axes share the slots
-            where they divide them; each process of it must make the same calls in the
-            same order, and gets all tokens. None: one device.
+          model: any variant, with weights in the compute dtype, see `in_compute_dtype`.
+          tokenizer: for texts and stop strings; its EOS is the engine's. eos: without a
+          tokenizer, the token that ends a request. exit_head: of the exit rule "head".
+          mesh: of the model; its data and fsdp axes shard the slots if they divide
+          them. Each process must make the same calls in the same order, and gets all
+          tokens. None: one device.
 
         Raises:
           UserError: the model reads no prompts in this way, has fewer positions than
@@ -252,7 +250,7 @@ class Engine:
             raise UserError(
                 f"{name} has {ids.size} tokens and needs {needed} positions for "
                 f"{settings.max_new_tokens} new ones, a slot has {self.config.length}: "
-                "shorten it or ask for fewer new tokens"
+                "shorten it or request fewer new tokens"
             )
         if self.config.missing == "verify" and settings.sampling.temperature > 0:
             raise UserError(
@@ -336,7 +334,7 @@ class Engine:
 
     def _begin(self, request: Request) -> _Reading:
         """Starts from the longest beginning of the prompt whose state is kept."""
-        # There is a free row: whoever calls has looked.
+        # The caller has checked that a row is free.
         row = self._rows.index(None)
         prefix = (
             self.prefix_cache.find(request.prompt) if len(self.prefix_cache) else None
@@ -344,7 +342,7 @@ class Engine:
         if prefix is None:
             cache, last, at = self._programs.fresh(), None, 0
         else:
-            # A state that is read on from is donated; one that is whole is not.
+            # Donate a state that further pieces continue, but not a complete one.
             whole = prefix.length == len(request.prompt)
             cache = prefix.cache if whole else self._programs.copy(prefix.cache)
             last, at = prefix.last, prefix.length
@@ -356,8 +354,8 @@ class Engine:
     def _piece(self, reading: _Reading) -> int:
         """Counts the tokens of the next piece.
 
-        Where a prompt is cut depends on itself alone and not on what a step has left:
-        so its tokens are the same to the last bit beside other neighbours, too.
+        The pieces of a prompt depend on the prompt alone, not on the tokens left in a
+        step, so its result is bit-identical next to any other requests.
         """
         # Pieces end at multiples of the largest width, and where a beginning is kept.
         size, at = self._programs.widths[-1], reading.at
@@ -420,7 +418,7 @@ class Engine:
 
     def _launch(self) -> _Call | None:
         """Starts a call of the decode program, where any slot is active."""
-        # As they are now: what ends below frees its row in the list itself.
+        # Copy the list: a request that ends below frees its row in it.
         rows = list(self._rows)
         if not any(rows):
             return None
@@ -442,8 +440,8 @@ class Engine:
         self.counts.steps += int(steps)
         news = []
         for row, request in enumerate(call.rows):
-            # Where nothing was made the request had ended before the call, or its token
-            # is still on its way through the loops.
+            # No token: the request had ended before the call, or its token is still in
+            # the loops.
             if request is not None and (outputs.tokens[row] != NO_TOKEN).any():
                 self._take(request, row, outputs, row)
                 news.append(request)
@@ -452,7 +450,7 @@ class Engine:
     def _take(self, request: Request, row: int, outputs: Outputs, at: int) -> None:
         """Hands a request what was made in place `at`; ends it where it came to it."""
         column = np.asarray(outputs.tokens)[at]
-        # The first token is there: what a user waits for.
+        # The time to the first token.
         if request.started is None:
             request.started = time.monotonic()
         # Steps in which it drew nothing lie between, where tokens leave early.
@@ -486,7 +484,7 @@ class Engine:
         text, settings = self._texts.get(request), request.settings
         ends = token in self._stops(settings)
         if text is not None:
-            # What ends a text is none of it.
+            # The token that ends a text is not part of it.
             piece = "" if ends else text.push(token)
             request.text += piece
             if self.config.exit is not None:
@@ -502,7 +500,7 @@ class Engine:
             return
         keeps = self.config.states_gib and self.config.exit is None
         if reason != "stop" and keeps:
-            # All but the newest token were read, and the slot stands still since.
+            # The slot has read all but the newest token and has not changed since.
             tokens = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
             assert self._state is not None
             if not self.prefix_cache.has(tokens):
@@ -517,7 +515,7 @@ class Engine:
     def _finish(self, request: Request, reason: str) -> None:
         text = self._texts.pop(request, None)
         if text is not None:
-            # What was held back, in case it began a stop string, is text after all.
+            # No stop string followed, so the held-back text belongs to the answer.
             rest = text.finish()
             request.text += rest
             if request.pieces:

@@ -50,20 +50,20 @@ def slots_that_fit(
     free = _free_bytes() if free is None else free
     if mesh is not None and config.slots != "auto":
         free *= mesh.size
-    # Beside the slots: kept states, the row into which a prompt is read, and what the
-    # steps want of the weights in another form.
+    # On top of the slots: kept states, the row into which a prompt is read, and weights
+    # # that the steps need in another layout.
     prompt = jax.eval_shape(
         lambda: model.init_cache(1, config.length, cache_dtype(model))
     )
     rest = _SHARE * free - config.states_gib * 2**30
     rest -= tree_bytes(prompt) + copied_bytes(model, strategy)
-    # Rounded down: half a slot holds nothing.
+    # Round down: half a slot is useless.
     fits = int(rest // row)
     if fits < 1:
         raise UserError(
             f"a slot of {config.length} tokens takes {row / 2**20:,.1f} MiB, and "
-            f"{free / 2**20:,.0f} MiB are free beside {config.states_gib} GiB of kept "
-            "states: give it a smaller length or fewer states, or ask for fewer new "
+            f"{free / 2**20:,.0f} MiB are free next to {config.states_gib} GiB of kept "
+            "states: lower the slot length, the kept states or the number of new "
             "tokens"
         )
     if config.slots == "auto":
@@ -72,7 +72,7 @@ def slots_that_fit(
         raise UserError(
             f"{config.slots} slots of {config.length} tokens take "
             f"{config.slots * row / 2**30:,.2f} GiB, more than is free: {fits} fit; "
-            "ask for fewer of them or for fewer new tokens"
+            "use fewer slots or request fewer new tokens"
         )
     return config.slots
 
@@ -106,7 +106,7 @@ def _free_bytes() -> int:
 
 def _free_bytes_here() -> int:
     if not target.shares_host_memory():
-        # Not every device says; then the host's memory stands for it.
+        # Not every device reports its memory; then use the host's.
         stats = jax.devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -119,7 +119,7 @@ def _free_bytes_here() -> int:
 
 
 class StateSize(NamedTuple):
-    """Bytes for one text of so many tokens.
+    """Bytes for one text of `length` tokens.
 
     Attributes:
       state: the model's own cache.

@@ -1,9 +1,9 @@
-"""States of texts that were read already, so that what continues one reads the rest.
+"""A cache of prefix states, so that a text that continues one reads only the rest.
 
-A conversation's next turn begins with all that was said before; many requests begin
-with the same system prompt. What a model keeps of a text is its cache of one row. It is
-found by the hash of the text's tokens, and serves only a text that begins with exactly
-these: the state is then the one that reading them again would make.
+A conversation's next turn begins with the earlier turns, and many requests begin with
+the same system prompt. The state of a text is its cache of one row, stored under the
+hash of the text's tokens. It serves only texts that begin with exactly these tokens, so
+it equals the state that reading them again would give.
 """
 
 import hashlib
@@ -71,8 +71,8 @@ class PrefixCache:
     def find(self, tokens: Int32[np.ndarray, " T"]) -> CachedPrefix | None:
         """Returns the state of the longest beginning of a text that it can go on from.
 
-        The whole text serves only where its `last` is kept: the first new token is
-        drawn from it.
+        A match of the full text needs its `last`, from which the first new token is
+        drawn.
         """
         T = len(tokens)
         # Only lengths that some kept text has: a few hashes in one walk over the

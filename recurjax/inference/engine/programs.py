@@ -1,4 +1,4 @@
-"""An engine's programs: each is compiled when a shape first needs it."""
+"""An engine's programs, each compiled when a shape first needs it."""
 
 import time
 from contextlib import nullcontext
@@ -69,8 +69,8 @@ class Programs:
           strategy: how slots move on.
           slots: how many.
           head: of a strategy whose rule needs one.
-          mesh: on which the model lies; its data and fsdp axes share the slots where
-            they divide them. None: one device.
+          mesh: of the model; its data and fsdp axes shard the slots if they divide
+          them. None: one device.
         """
         self.compile_seconds = 0.0
         self._model, self._config, self._strategy = model, config, strategy
@@ -81,11 +81,12 @@ class Programs:
         self.widths = tuple(sorted(widths))
         shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
         self._shards = shards if slots % shards == 0 else 1
-        # On a mesh: how a row and the slots lie, as the compiler first leaves them.
+        # On a mesh: the shardings of a row and of the slots, as the compiler first
+        # chooses.
         self._row_layout: Any = None
         self._slots_layout: Any = None
-        # A model on several devices, of which the caller names no mesh: jit then takes
-        # arrays as they lie, and compiles again where they lie otherwise.
+        # A model on several devices without a named mesh: jit takes arrays with their #
+        # shardings, and compiles again for other shardings.
         where = getattr(jax.tree.leaves(model)[0], "sharding", None)
         devices = 1 if where is None else len(where.device_set)
         self._spread = mesh is None and devices > 1
@@ -130,7 +131,8 @@ class Programs:
             everywhere = replicated(self._mesh)
             shape = jax.eval_shape(partial(empty_slots, **sizes), self._model)
             layout = jax.tree.map(lambda _: everywhere, shape)
-            # A slot's row lies as the row that is read: its other axes are the same.
+            # A slot's row has the sharding of the row that is read: the other axes are
+            # the same.
             self.fresh()
             self._slots_layout = layout._replace(cache=self._row_layout)
         return self._call(
@@ -141,7 +143,7 @@ class Programs:
         """Makes an empty cache of one row; a cache of zeros is not copied there."""
         sizes: Any = {"length": self._config.length}
         if self._mesh is not None and self._row_layout is None:
-            # The cache lies where the compiler leaves it when it may choose.
+            # Let the compiler choose the cache's sharding.
             width = self.widths[-1]
             text = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
             free = self._compile(
@@ -155,7 +157,7 @@ class Programs:
         return self._call("fresh", _fresh, self._model, out=self._row_layout, **sizes)
 
     def width_of(self, count: int) -> int:
-        """Returns the narrowest piece that holds so many tokens."""
+        """Returns the narrowest piece that holds `count` tokens."""
         return next(width for width in self.widths if width >= count)
 
     def first_part(self, count: int) -> int:
@@ -215,7 +217,7 @@ class Programs:
         counts = np.zeros(self._slots, np.int32)
         for row, (prompt, _) in prompts.items():
             ids[row, : len(prompt)], counts[row] = prompt, len(prompt)
-        # What stands for the other slots is not looked at.
+        # The values for the other slots are ignored.
         some = next(iter(prompts.values()))
         every = [prompts.get(row, some)[1] for row in range(self._slots)]
         params = jax.tree.map(lambda *rows: np.concatenate(rows), *every)

@@ -1,4 +1,4 @@
-"""The slots on the device: what each holds, and the functions that move them on.
+"""The slots on the device: their state, and the functions that advance them.
 
 A slot is a row of the batch that decodes. It is free or it holds a request: `admit`
 puts a prompt that was read into it and draws the first token; `decode` draws further
@@ -123,7 +123,7 @@ class DecodeStrategy(Protocol):
     """How slots move on: what one step runs, and what it keeps for that."""
 
     def weights(self, model: Decoder, head: ExitHead | None = None) -> Any:
-        """Returns what a step wants beside the model, such as weights laid out for it.
+        """Returns what a step needs apart from the model, such as packed weights.
 
         Args:
           head: of a rule that has one.
@@ -165,7 +165,7 @@ class DecodeStrategy(Protocol):
 
 @dataclass(frozen=True)
 class SequenceWise:
-    """A step runs the whole model for the newest token of every slot.
+    """A step runs the full model for the newest token of every slot.
 
     The strategy of every variant, through the stack protocol alone.
     """
@@ -274,9 +274,9 @@ def read_slots(
     Args:
       slots: whose step is `SequenceWise`; None: all are free, and of `length`.
       ids: prompts, padded on the right.
-      counts: their lengths; 0: the slot reads nothing and goes on as it was.
-      params: of the requests; what stands where a slot reads nothing is not looked at.
-      by: how prompts are read, see `Decoder.prefill`.
+      counts: their lengths; 0: the slot reads nothing and continues as it was. params:
+      of the requests; those of slots that read nothing are ignored. by: how prompts are
+      read, see `Decoder.prefill`.
 
     Returns:
       The slots, the first tokens, and what the way of reading reports.
@@ -330,8 +330,8 @@ def admit(
     """Puts a request into a slot and draws its first token.
 
     Args:
-      cache, last: of its whole prompt, from `read_piece`.
-      prompt: its tokens, padded with V, which is no token.
+      cache, last: of its full prompt, from `read_piece`. prompt: its tokens, padded
+      with V, which is no token.
     """
     seen = jnp.zeros((1, model.config.vocabulary), bool)
     seen = seen.at[0, prompt].set(True, mode="drop")
@@ -382,8 +382,7 @@ def decode_slots(
     outputs = _no_outputs(slots.newest.shape[0], steps, _logits_dtype(model), top=top)
 
     def goes_on(carry) -> Bool[Array, ""]:
-        # Nobody active, or a place for somebody who waits: the rest of the steps is
-        # left.
+        # Stop early if no slot is active, or if one is free for a waiting request.
         n, slots, _ = carry
         freed = jnp.any(before & ~slots.active)
         return (n < steps) & jnp.any(slots.active) & ~(until_free & freed)
@@ -468,7 +467,7 @@ def _with_logprobs(
         values, best = jax.lax.top_k(logits, top) if top else _none(logits)
         return chosen[:, 0], best.astype(jnp.int32), values - sums
 
-    # Where nobody looks, no logarithms of V numbers are taken.
+    # Without requested logprobs, skip the logarithms of V numbers.
     def silent() -> tuple[Array, Array, Array]:
         outputs = _no_outputs(ids.shape[0], 1, logits.dtype, top=top)
         none = jax.tree.map(lambda x: x[:, 0], outputs)

@@ -1,4 +1,4 @@
-"""Whether an engine can be, and which decode strategy it takes."""
+"""Checks whether an engine is possible, and selects its decode strategy."""
 
 from jax.sharding import Mesh
 

@@ -309,7 +309,7 @@ def test_memory_is_counted_as_the_arrays_are(quick, verifier):
 def test_what_cannot_be_is_refused_in_a_sentence(verifier):
     model = build(QUICK)
     rule = ExitRule(kind="head", threshold=0.5)
-    with pytest.raises(UserError, match="say by exit when they do"):
+    with pytest.raises(UserError, match="set exit too"):
         EngineConfig(missing="skip")
     with pytest.raises(UserError, match="needs a trained exit head"):
         build_engine(model, EngineConfig(slots=1, length=8, exit=rule))

@@ -298,7 +298,7 @@ def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
     many = EngineConfig(slots=9, length=LENGTH)
     with pytest.raises(UserError, match="more than is free: 8 fit"):
         slots_that_fit(model, many, strategy, free=10 * row)
-    with pytest.raises(UserError, match="smaller length or fewer states"):
+    with pytest.raises(UserError, match="lower the slot length, the kept states"):
         slots_that_fit(model, sizes, strategy, free=row)
 
 
