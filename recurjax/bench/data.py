@@ -1,4 +1,4 @@
-"""What a mixture of five parts costs beside one corpus, from text and from shards."""
+"""Times a mixture of five parts against one corpus, from text and from shards."""
 
 import random
 import tempfile
@@ -26,8 +26,8 @@ SMALL = {"B": 8, "T": 256}
 LARGE = {"B": 64, "T": 2048}
 WEIGHTS = (0.4, 0.25, 0.2, 0.1, 0.05)
 _BATCHES = 300
-"""In one timed call: the batches that are read ahead meanwhile, which fall into the
-other pipeline's time, are few beside them."""
+"""Batches of one timed call: many more than the batches read ahead, which fall into the
+other pipeline's time."""
 
 
 def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
@@ -91,7 +91,7 @@ def _take(pipeline: Iterator[object]) -> None:
 
 
 def _texts(root: Path) -> dict[str, PartCorpus]:
-    """Writes the embedded text as short documents, whole and in five parts."""
+    """Writes the embedded text as short documents, in one file and in five parts."""
     text, draw = embedded_text(), random.Random(0)
     documents, at = [], 0
     while at < len(text):

@@ -1,4 +1,4 @@
-"""Training steps by number of subsets, decoding, and prefill beside the backbone's."""
+"""Times training steps by number of subsets, decoding, and prefill."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -99,7 +99,7 @@ def training_rows(
     shape: dict[str, int],
     repeats: int,
 ) -> Iterator[BenchRow]:
-    """Forward and backward of all passes, and a whole step with MuonAdamW."""
+    """Forward and backward of all passes, and a complete step with MuonAdamW."""
     dtype, name = config.dtype, f"{_NAME}/{name}"
     B, T = shape["B"], shape["T"]
     run = BenchedRun(
@@ -109,8 +109,7 @@ def training_rows(
         batch=B,
         length=T,
     )
-    # The whole step comes from where `recurjax train` takes it, so that both time one
-    # program.
+    # Build the step as `recurjax train` does, so that the bench times the same program.
     step = one_device_step(run)
     state, rows = step.initialise(jax.random.key(0)), random_batch(run)
 
@@ -181,7 +180,7 @@ def _inference(
         logits, held[0] = decode(model, ids[:, :1], held[0])
         return logits
 
-    # T is what one call reads, S what lies behind it in the cache.
+    # T is what one call reads, S the earlier tokens in the cache.
     sizes = shape | {"T": 1, "S": T}
     times = measure(advance)
     yield row(f"{_NAME}/{kind}/decode", sizes, dtype, times, tokens=B)

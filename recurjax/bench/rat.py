@@ -55,7 +55,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 def summary(rows: list[BenchRow]) -> str:
     """Compares RAT(16) with attention, and all with PyTorch where shapes agree."""
     times = {
-        # A decode has T = 1; what tells its rows apart is S, the tokens before.
+        # A decode has T = 1; its rows differ in S, the tokens before.
         (row.name, row.shape["S" if "decode" in row.name else "T"]): row.min_ms
         for row in rows
     }
@@ -161,8 +161,8 @@ class MixerLayer(nnx.Module):
 def _cache_bytes(row: BenchRow) -> str:
     """Says how many bytes of cache each layer's token costs, states aside."""
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
-    # Long enough that what a layer keeps once, such as a recurrent state or a window,
-    # all but vanishes beside what it keeps a token.
+    # Long enough that a layer's fixed state, such as a recurrent state or a window, is
+    # # negligible compared with its bytes per token.
     length, sizes = 65536, []
     for name, mixer in mixers(shape).items():
         # Shapes suffice to count bytes; nothing of 65,536 tokens is allocated.

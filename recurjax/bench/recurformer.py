@@ -92,7 +92,7 @@ def layer_rows(
     yield from _module_rows(name, run, layer, sizes, dtype, repeats)
     cache = layer_cache(config, 0, B, T, jnp.dtype(dtype))
     keys_values = cache.keys_values._replace(position=jnp.full(B, T - 1, jnp.int32))
-    # T - 1 tokens lie behind the one that is decoded: the last of S.
+    # T - 1 tokens precede the decoded one, which is the last of S.
     cache = cache._replace(keys_values=keys_values)
     x = _drawn((B, 1, sizes["D"]), dtype)
 
@@ -105,8 +105,8 @@ def layer_rows(
     times = repeat(partial(step, layer, x, cache), repeats=repeats)
     held = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
     shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
-    # In the shape, so that they stand in the table beside the time: all rows' bytes,
-    # training FLOPs of a token, parameters.
+    # Put the bytes of all rows, the training FLOPs per token and the parameters into
+    # the # shape, so that the table shows them next to the time.
     flops = round(config.mixing_flops(0, T))
     shape |= {"bytes": B * (held.keys_values + held.states), "flops": flops}
     shape |= {"parameters": sum(leaf.size for leaf in jax.tree.leaves(layer))}

@@ -1,4 +1,4 @@
-"""One Recurrent Transformer layer by schedule and block, beside a Transformer layer."""
+"""Times one Recurrent Transformer layer by schedule and block, and a Transformer's."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""A block looped beside the Transformer of as many layers: passes, steps, decoding."""
+"""Times a looped block against the Transformer of as many layers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -37,7 +37,7 @@ LARGE = {"B": 16, "T": 2048, "D": 1024, "L": 12, "V": 32768}
 
 RANK = 64
 TURNS = 4
-"""Rounds of decoding for each repeat asked for: a token takes milliseconds."""
+"""Rounds of decoding per repeat, because a token takes only milliseconds."""
 
 _NAME = "relaxed_recursive_transformer"
 

@@ -40,7 +40,7 @@ def device_name() -> str:
 
 
 def write(rows: Sequence[BenchRow], file: Path) -> None:
-    """Writes the report, whole or not at all."""
+    """Writes the report atomically."""
     write_atomic(file, json_text(report(rows), indent=2) + "\n")
 
 
@@ -60,7 +60,7 @@ def show(rows: Sequence[BenchRow], console: Console) -> None:
 
 
 def _processor() -> str:
-    # Python names only the architecture on Linux; the model stands in this file.
+    # Python names only the architecture on Linux; this file names the model.
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if "model name" in line]

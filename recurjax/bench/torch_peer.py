@@ -1,4 +1,4 @@
-"""Asks PyTorch, in an interpreter that has it."""
+"""Runs scripts in an interpreter that has PyTorch."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def answer_of(
       python: the interpreter.
       words: for the script's command line.
       given: for its standard input.
-      environment: variables that it gets beside ours.
+      environment: variables that it gets in addition to ours.
 
     Raises:
       UserError: the interpreter cannot be run, or the script failed.

@@ -1,4 +1,4 @@
-"""What the training loop costs beside the bare compiled step, and the data pipeline."""
+"""Times the training loop against the bare compiled step, and the data pipeline."""
 
 import tempfile
 import time

@@ -1,4 +1,4 @@
-"""The row that times a whole training step, as `recurjax train` makes it."""
+"""The row that times a complete training step, as `recurjax train` runs it."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows of a table by token, on a mesh that cuts table and tokens alike."""
+"""Looks up a table's rows by token on a mesh that shards both."""
 
 import math
 from functools import partial
@@ -21,10 +21,10 @@ def look_up(
 ) -> Float[Array, "B T ..."]:
     """Reads x[b, t] = table[ids[b, t]] in `dtype`; the gradient is summed in table's.
 
-    Left to itself under `fsdp`, the compiler gathers the table on every device and sums
-    its whole gradient over all of them. Here a device reads its share of the columns
-    for all rows of its group, then the group exchanges columns for rows: what is sent
-    is as large as x, and what is summed over `data` a device's share of the gradient.
+    By default under `fsdp`, the compiler gathers the table on every device and sums its
+    full gradient over all of them. Here a device reads its share of the columns for all
+    rows of its group, then the group exchanges columns for rows. It sends as many bytes
+    as x has, and sums only a device's share of the gradient over `data`.
     """
     rows, free = row_axes(ids.shape[0]), free_axes()
     shards, sizes = free.get(_SHARED, 1), table.shape
@@ -51,9 +51,8 @@ def _look_up_share(share: Array, ids: Array, dtype) -> Array:
     if share.ndim > 2:  # of tokens: exchanged for one of columns
         share = share.reshape(share.shape[0], -1)
         share = _exchange(share, split_axis=1, concat_axis=0)
-    # Ids are small: each device gets those of its whole group, reads its columns for
-    # all of their rows, and swaps columns for rows.
-    # Ids are needed of all rows of the group, for this device's columns of each.
+    # Ids are small: each device gathers those of its group, reads its columns for all
+    # of # their rows, and exchanges columns for rows.
     of_group = jax.lax.all_gather(ids, _SHARED, axis=0, tiled=True)
     return _exchange(share[of_group].astype(dtype), split_axis=0, concat_axis=2)
 

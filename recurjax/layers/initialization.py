@@ -76,7 +76,7 @@ def draw_output_weight(
     Args:
       shape: D last; all dimensions before it are summed over, and so the fan in.
       layer: the layer's number from 0; may be traced.
-      layers: L, the depth of the whole stack.
+      layers: L, the depth of the full stack.
     """
     if config.output == "zero":
         return jnp.zeros(shape, jnp.float32)

@@ -1,4 +1,4 @@
-"""Where activations lie on a mesh, and the axes that a stack refuses.
+"""Shards activations over a mesh, and names the axes that a stack refuses.
 
 Every variant runs over `data`, `fsdp` and `tensor`: rows and parameters are cut, and
 what does not divide is replicated. `stage` and `sequence` cut the computation itself,
@@ -54,7 +54,7 @@ def refuse_stages(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
 
 
 def refuse_sequence(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
-    """Says why a stack that needs whole rows cannot run on the mesh, or None.
+    """Returns why a stack that needs full rows cannot run on the mesh, or None.
 
     Args:
       mesh: with the axis `sequence`.
@@ -70,7 +70,7 @@ def refuse_sequence(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
 
 
 def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-    """Pins activations to the sharding of the batch, the axes after B and T whole.
+    """Pins activations to the sharding of the batch; axes after B and T are replicated.
 
     `fsdp` cuts parameters by their width too. Left to itself, the compiler may carry
     that cut over to the activations and sum every product over devices, which sends far
@@ -85,11 +85,10 @@ def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     shards = math.prod(cut[axis] for axis in rows)
     if not rows and tokens is None:
         return x
-    # A batch that the devices do not divide lies whole on each of them; pinning it
-    # would fail.
+    # A batch that the devices do not divide is replicated; pinning it would fail.
     if x.shape[0] % shards or x.shape[1] % cut.get(SEQUENCE_AXIS, 1):
         return x
-    # None keeps an axis whole: widths are never cut here.
+    # None replicates an axis: widths are never sharded here.
     spec = P(rows or None, tokens, *[None] * (x.ndim - 2))
     return jax.lax.with_sharding_constraint(x, spec)
 
@@ -125,5 +124,5 @@ def as_matrix(x: Shaped[Array, "... N"]) -> Shaped[Array, "... N"]:
     [B, T] joined has no cut that keeps each device's tokens on it: the compiler would
     gather them all on every device.
     """
-    # Where rows are whole the join is free, and one product of two matrices is fastest.
+    # For unsharded rows the join is free, and one product of two matrices is fastest.
     return x if sequence_shards() > 1 else x.reshape(-1, x.shape[-1])

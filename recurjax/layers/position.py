@@ -1,4 +1,4 @@
-"""Where a token stands: rotary embedding, ALiBi, learned absolute embedding."""
+"""Position encodings: rotary embedding, ALiBi, learned absolute embedding."""
 
 import math
 from dataclasses import dataclass
@@ -77,8 +77,8 @@ class YarnScaling(RangeChecks):
       factor: of the slow dimensions.
       length: the sequences of pretraining, in tokens.
       fast, slow: turns in `length` tokens at which the ramp begins and ends.
-      truncate: whether the ramp's ends are whole dimensions.
-      amplitude: multiplies cosine and sine, so that logits grow by its square.
+      truncate: whether the ramp's ends are rounded to integer dimensions. amplitude:
+      multiplies cosine and sine, so that logits grow by its square.
     """
 
     factor: PositiveFloat
@@ -195,7 +195,7 @@ def rotate(
 
 
 def _once(table: Array) -> Array:
-    """Keeps XLA on CPU from computing a table anew for every head and half of a head.
+    """Keeps XLA on CPU from recomputing a table for every head and half of a head.
 
     It fuses sine and cosine into what reads them, at ten times the price of the
     rotation, barriers or not. A product by the identity is exact and is never fused.

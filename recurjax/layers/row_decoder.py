@@ -47,7 +47,7 @@ class RowDecoder(nnx.Module):
         self.b_second = nnx.Param(jnp.zeros(width, jnp.float32))
 
     def __call__(self, z: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
-        """Returns what the final norm and the head read, for so many places."""
+        """Returns the input of the final norm and the head for `length` positions."""
         places = sinusoids(length, z.shape[-1]).astype(z.dtype)
         act = partial(jax.nn.gelu, approximate=False)
         y = self.first_norm(z[:, None] + places)

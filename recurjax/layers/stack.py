@@ -1,4 +1,4 @@
-"""What stacks of layers share: layers made once and scanned, rows of their caches.
+"""Shared code of layer stacks: stacked layers, scans over them, rows of their caches.
 
 A stack of L layers with a pattern of P places has L // P repeats. Layers of one place
 are alike but for their weights, so they are one module whose parameters have the
@@ -171,9 +171,8 @@ def scan_pattern(
       groups: one cache a place, carried from layer to layer.
       places: what each place's layers are made of, the repeats on the leading axis.
       entries: which entry of its group's cache each repeat uses.
-      position: of every row, which the caches are told.
-      cached: a prefill or a decode step, not training.
-      reverse: the last layer first.
+      position: of every row, for the caches. cached: a prefill or a decode step, not
+      training. reverse: the last layer first.
 
     Returns:
       x, the written groups, and for each place the stacked `out` of its layers.
@@ -223,7 +222,7 @@ def advanced(
 
 
 def _runs(blocks: Sequence[Any]) -> Iterator[tuple[int, slice]]:
-    """Yields how many repeats there are, and which modules have so many."""
+    """Yields each number of repeats and the modules that have it."""
     counts = [jax.tree.leaves(block)[0].shape[0] for block in blocks]
     start = 0
     for repeats, same in itertools.groupby(counts):
@@ -245,8 +244,8 @@ def scan_layers(
     """Computes `lax.scan(body, carry, layers)`.
 
     XLA's CPU backend has no bfloat16 of its own: to take a layer from a bfloat16 stack,
-    it first widens the whole stack to float32, again in every call. So where
-    nothing is differentiated, such stacks are scanned as their bits.
+    it first widens the full stack to float32, in every call. So calls without gradients
+    scan such stacks as integers with the same bits.
 
     Args:
       layers: the scan's xs; the leading axis of each leaf counts the layers.
@@ -270,8 +269,8 @@ def scan_layers(
 
 
 _FEW = 2
-"""Turns whose weights fit on a TPU's chip beside each other. Of three XLA did not take
-them all, as compiled for a v5e, of any width."""
+"""Iterations whose weights fit on a TPU's chip together. With three, XLA did not take
+all of them, as compiled for a v5e, at any width."""
 
 
 def layers_a_turn(
@@ -332,8 +331,8 @@ def rematerialize(body: Callable, remat: Remat, *, scanned: bool = True) -> Call
         without batch dimensions (those with weights) and computes the rest again;
         "block" keeps the body's input only.
       scanned: whether a scan runs the body. Nothing can be merged across a scan's
-        turns; outside one, the compiler would find forward and recomputed values to be
-        the same and keep them, so a barrier stands between.
+        turns; outside one, the compiler would merge forward and recomputed values and
+        keep them, so a barrier separates them.
     """
     if remat == "nothing":
         return body

@@ -1,1 +1,1 @@
-"""Compiling experiments for hardware that is not here, and reading what came out."""
+"""Compiles experiments for hardware that is not present, and reads the results."""

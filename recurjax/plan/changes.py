@@ -1,4 +1,4 @@
-"""What to change where a program does not fit: batch, remat, mesh; each compiled."""
+"""Compiles changes that may make a program fit: batch, remat policy, mesh."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -75,7 +75,7 @@ def _smaller_batches(
 
 def _more_recomputation(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
     model, stack = experiment.model, experiment.model.stack
-    # Not every variant has the policy; asked by the config's own fields.
+    # Not every variant has the policy: look for the config's field.
     has_remat = "remat" in {field.name for field in fields(stack)}
     if has_remat and stack.remat != "block":  # pyright: ignore[reportAttributeAccessIssue]
         changed = replace(model, stack=replace(stack, remat="block"))  # pyright: ignore[reportCallIssue]
@@ -113,7 +113,7 @@ def _other_meshes(
 def _option(mesh: MeshConfig) -> str:
     """Writes a mesh as fields; `--mesh fsdp=8` is an option of `plan` alone."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    # Axes that these changes leave alone are told where they cut something.
+    # Mention the unchanged axes that cut something.
     options = {
         axis: size
         for axis, size in sizes.items()

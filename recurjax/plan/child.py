@@ -1,8 +1,8 @@
 """Compiles one program for one topology: the process that `compilers` starts.
 
 Reads a request as JSON on standard input and writes the answer as JSON in the last line
-of standard output. What is known before compilation is in the line before, should
-the compiler take the process down with it.
+of standard output. The line before has what is known before compilation, in case the
+compiler crashes the process.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from recurjax.plan.topology import Topology, parse_topology
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, make_mesh
 
-# What TPU's compiler says of a program's whole need, or of its temporaries alone.
+# The TPU compiler's message on a program's total memory, or on its temporaries.
 _WHOLE = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
 # Of a product that XLA would fuse with what follows it, in tiles that it finds by
@@ -107,7 +107,7 @@ def respond(
     except NotImplementedError as error:
         raise UserError(
             f"the mesh cannot be laid over {topology.name}: let each axis of the mesh "
-            "be a product of whole axes of the topology"
+            "be a product of complete axes of the topology"
         ) from error
     began = time.perf_counter()
     answer: dict[str, Any] = {
@@ -156,7 +156,7 @@ def _compiled(
     counted = count_flops(traced.jaxpr, platform=topology.platform)
     answer: dict[str, Any] = {"flops": dataclasses.asdict(counted), "notes": []}
     lowered = traced.lower()
-    # What is asked again and again while a mesh is looked for is compiled once.
+    # A search for a mesh requests the same programs repeatedly: compile each once.
     stored = _stored(lowered, topology, mesh, request)
     if stored is not None and stored.is_file():
         seconds = time.perf_counter() - began
@@ -209,8 +209,8 @@ def _stored(
         return None
     readers = sorted(Path(__file__).parent.glob("*.py"))
     key = hashlib.sha256(lowered.as_text().encode())
-    # The code that reads the compiler's answer is part of the key: a mended reader must
-    # not show what its predecessor read.
+    # The code that reads the compiler's answer is part of the key, so that a fixed
+    # reader # does not return old results.
     for reader in readers:
         key.update(reader.read_bytes())
     around = [topology.name, request["program"], mesh.axis_sizes, versions()]
@@ -219,7 +219,7 @@ def _stored(
 
 
 def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
-    """Returns the reason in the compiler's words, and the bytes that it asked for.
+    """Returns the reason in the compiler's words, and the bytes that the program needs.
 
     Args:
       error: of the compiler.
@@ -249,7 +249,7 @@ H100_CONFIG = Path(__file__).parent / "h100_target_config.txtpb"
 
 STAND_IN = (
     "cuDNN's attention cannot be compiled without cuDNN: from 256 tokens on our own "
-    "kernel stands in, which keeps as little; shorter rows are planned with plain "
+    "kernel replaces it and keeps as little; shorter rows are planned with plain "
     "attention, which keeps their logits"
 )
 """What a plan for GPUs says of its attention."""
@@ -262,7 +262,7 @@ def open_devices(topology: Topology) -> list[Any]:
     if topology.platform == "cuda":
         return _gpus(topology.devices)
     options: dict[str, Any] = {}
-    # The compiler describes whole hosts unless told otherwise.
+    # By default the compiler describes complete hosts.
     if topology.devices == 1:  # part of a host: the default host has four chips
         options["chips_per_host_bounds"] = [1, 1, 1]
     if topology.kind == "v4":  # as on the pod: a chip's two cores are one device
@@ -378,7 +378,7 @@ def read_memory(
 def device_bytes(tree: Any) -> int:
     """Sums the bytes that the leaves of a tree take on one device."""
     return sum(
-        # A leaf that is replicated has its whole shape on every device.
+        # A replicated leaf has its full shape on every device.
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )

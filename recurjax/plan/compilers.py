@@ -1,4 +1,4 @@
-"""The TPU and CUDA compilers: where they are, fetching them, compiling in a child.
+"""The TPU and CUDA compilers: finds and fetches them, and compiles in a child process.
 
 They are the plugins of jax, 1.2 GB on disk. They disturb a process that runs on the CPU
 (noise at every start), so they live in a folder apart from the environment and only
@@ -125,7 +125,7 @@ def fetch(folder: Path, requirements: list[Requirement]) -> None:
                 f"install {' '.join(map(str, requirements))} into {folder}, without "
                 "their dependencies"
             )
-    # The old folder goes only now, when the new one is whole.
+    # Remove the old folder only now that the new one is complete.
     shutil.rmtree(folder, ignore_errors=True)
     ahead.rename(folder)
 

@@ -1,11 +1,10 @@
 """FLOPs of a program as it is executed, counted on its jaxpr.
 
-The compilers' own counts take a loop's body once, whatever its trip count, and know
-nothing of what a kernel does. Here a scan counts `length` times, a kernel what its
-launch tells as `cost_estimate` or else once for every point of its grid, a `shard_map`
-once for every device that runs it, and what is computed again in the backward pass
-(`jax.checkpoint`) counts again: by then it stands
-in the jaxpr twice.
+The compilers' own counts take a loop's body once, whatever its trip count, and do not
+see inside kernels. Here a scan counts `length` times. A kernel counts its launch's
+`cost_estimate`, or else its body once per point of the grid. A `shard_map` counts once
+per device that runs it. Work that the backward pass recomputes (`jax.checkpoint`)
+counts again, because it is in the jaxpr twice.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Optimised HLO, read into instructions, and how often each of them runs."""
+"""Parses optimized HLO into instructions, and counts how often each of them runs."""
 
 import math
 import re
@@ -28,7 +28,7 @@ class Instruction:
       operands: names of what it reads.
       attributes: the rest of the line.
       is_root: whether its computation returns it.
-      literal: what stands between the brackets of a constant or a parameter.
+      literal: the text in the brackets of a constant or a parameter.
     """
 
     name: str
@@ -109,8 +109,8 @@ class Execution(NamedTuple):
 
     Attributes:
       instruction: what runs; never a loop, a call or a branch itself.
-      computation: the name of the one that it stands in.
-      times: how often in one call of the program.
+      computation: the name of the one that contains it. times: how often in one call of
+      the program.
     """
 
     instruction: Instruction

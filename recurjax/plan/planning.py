@@ -1,4 +1,4 @@
-"""A plan: what one program will need on a topology, and the least time it takes."""
+"""A plan: the memory of one program on a topology, and a lower bound of its time."""
 
 import dataclasses
 import time
@@ -32,7 +32,7 @@ class Bounds:
     def seconds(self) -> float | None:
         """The largest of them: nothing runs faster, however well it overlaps."""
         known = [bound for bound in self._by_name().values() if bound is not None]
-        # Without a peak of compute a largest of the others would be no bound.
+        # Without a peak of compute the largest of the other times is not a bound.
         return max(known) if self.compute is not None else None
 
     @property
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def run_hours(self) -> float | None:
-        """Hours of the whole training at the bound."""
+        """Hours of the full training at the bound."""
         seconds = None if self.bounds is None else self.bounds.seconds
         if seconds is None or self.program != "train":
             return None
@@ -214,7 +214,8 @@ def find_bounds(answer: dict[str, Any], topology: Topology) -> Bounds | None:
     if "traffic" not in answer:
         return None
     hardware, traffic = topology.hardware, answer["traffic"]
-    # Other arithmetic is not counted here: a vector unit does it beside the products.
+    # Other arithmetic does not count: a vector unit does it in parallel to the
+    # products.
     flops = answer["flops"]["products"] / topology.devices
     sent = sum(collective["sent"] for collective in traffic["collectives"])
     # One axis of the interconnect a time; collectives over two axes could use both.

@@ -29,7 +29,7 @@ from recurjax.training.program import batch_shapes, build_step, model_shapes
 
 ProgramName = Literal["train", "evaluate", "prefill", "decode", "tick"]
 ROWS_A_SHARD = 8
-"""Texts that a device continues at once, unless told otherwise."""
+"""The default number of texts that a device continues at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ def _decode(
     experiment: Experiment, mesh: Mesh, rows: int, length: int
 ) -> DeviceProgram:
     before = _prefill(experiment, mesh, rows, length)
-    # The caches lie where prefill's compiler leaves them.
+    # Caches keep the sharding that prefill's compiler chooses.
     compiled = before.function.lower(*before.arguments).compile()
     slots, *_ = jax.eval_shape(before.function, *before.arguments)
     slots = _place(slots, compiled.output_shardings[0])
@@ -178,7 +178,8 @@ def _decode(
     return DeviceProgram(
         function=jax.jit(run, donate_argnums=2),
         arguments=(model, None, slots, ended, until_free),
-        # Its prefill is compiled first: only the compiler decides where caches lie.
+        # Compile its prefill first, because the compiler chooses the sharding of
+        # caches.
         parts={"parameters": model, "caches": slots.cache},
         tokens=rows,
         # One token of each row: the count is by token.

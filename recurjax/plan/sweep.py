@@ -1,4 +1,4 @@
-"""Plans many meshes, remat policies and batch sizes, and shows what nothing beats."""
+"""Plans many meshes, remat policies and batch sizes, and shows the Pareto front."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -72,7 +72,7 @@ def parse_topology(name: str) -> Topology:
     kind, _, shape = name.partition(":")
     if kind not in PLANNED:
         raise UserError(
-            f"there is no topology {name!r}: known are {', '.join(PLANNED)}, as in "
+            f"there is no topology {name!r}: use one of {', '.join(PLANNED)}, as in "
             f"{', '.join(EXAMPLES)}"
         )
     if kind in DIMENSIONS:

@@ -208,8 +208,8 @@ def _moved_by_fusion(
         if name in seen or whole == 0:
             continue
         seen.add(name)
-        # A slice that several users read can add up to more than the array: then the
-        # whole.
+        # Slices that several users read can exceed the array: then count the full
+        # array.
         read += min(whole, _read(module, inside, parameters[place], whole))
     return read + min(written, array_bytes(fusion.type))
 
@@ -338,8 +338,8 @@ def read_collective(
 
     Args:
       instruction: with `replica_groups` or `source_target_pairs`.
-      around: the computation that it stands in, for the types of its operands.
-      axes, sizes: of the mesh; partition i is device i of the mesh in row-major order.
+      around: the computation that contains it, for the types of its operands. axes,
+      sizes: of the mesh; partition i is device i of the mesh in row-major order.
     """
     kind = instruction.opcode.removesuffix("-start")
     # A start's type is a tuple with the result; what a device gives is the operands'.

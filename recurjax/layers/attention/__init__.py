@@ -1,4 +1,4 @@
-"""Softmax attention: of arrays, in blocks, to a cache, and as a layer of a block."""
+"""Softmax attention: of arrays, in blocks, over a cache, and as a layer of a block."""
 
 from recurjax.layers.attention.blocked import Past, attend_in_window
 from recurjax.layers.attention.heads import (

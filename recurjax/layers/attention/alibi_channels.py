@@ -1,4 +1,4 @@
-"""ALiBi in kernels that know no bias: as a few more channels of queries and keys.
+"""ALiBi for kernels without biases, as extra channels of queries and keys.
 
 Softmax does not change when a number is added to all logits of a query, so in causal
 attention -slope (t - s) may as well be slope s: a product of a number of the head with

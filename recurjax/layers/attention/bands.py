@@ -1,4 +1,4 @@
-"""Causal attention in bands of queries, whatever else hides or weighs keys: plain XLA.
+"""Causal attention in bands of queries, with any mask or bias by position: plain XLA.
 
 A band's queries see keys up to its own end only, which is known while tracing, so most
 of the hidden half is never computed; a block of them at a time bounds the memory that
@@ -162,7 +162,7 @@ class _Backend:
         call: BandedCall, *, residuals: bool
     ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
         """Returns o and the log-sum-exp."""
-        del residuals  # What nobody reads the compiler leaves out.
+        del residuals  # The compiler removes unused results.
         (q, _, v), units = call[:3], _Units(call)
 
         def block(rows: _BandRows, keys: _Keys):
@@ -252,8 +252,8 @@ class _Units:
             options.window,
             few_cores=target.computes_on_few_cores(),
         )
-        # Before the first and behind the last token no one stands, but a block that
-        # begins or ends there reads the same number of keys as any other.
+        # There are no tokens before the first and after the last one, but a block at
+        # either # end reads as many keys as any other.
         room = ((0, 0), (self.cut.before, self.cut.after))
         self.keys = {
             name: jnp.pad(x.swapaxes(1, 2).reshape(-1, T, E), (*room, (0, 0)))
@@ -316,7 +316,7 @@ class _Units:
 
 
 class _Unit(NamedTuple):
-    """Some units of a call: their keys whole, their queries to be cut into bands."""
+    """Some units of a call: all of their keys, and the queries to cut into bands."""
 
     units: _Units
     keys: dict[str, Array]
@@ -426,7 +426,7 @@ _OP = dispatch.Op(
 def choose_cut(
     units: int, share: int, length: int, window: int | None, *, few_cores: bool
 ) -> BandCut:
-    """Returns the cut for so many units of `share` heads and `length` tokens.
+    """Returns the cut for `units` units of `share` heads and `length` tokens.
 
     Args:
       few_cores: one unit at a time, its logits in cache; else as many as memory allows.

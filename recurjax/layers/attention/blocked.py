@@ -15,9 +15,10 @@ from recurjax.layers.attention.heads import keys_for_queries
 from recurjax.types import Array
 
 _TILES_ON_CPU = 4096
-"""From so many tokens on, our kernels' tiles in plain XLA are the faster ones on a CPU
-(CPU time of a thread, 4 heads of 64 and T 8192: 687 ms for 929, both passes 3,149 for
-4,094); at 2,048 the bands are forward (199 for 235; both passes 1,085 for 899)."""
+"""From this many tokens on, our kernels' tiles in plain XLA are faster than bands on a
+CPU. CPU time of one thread, 4 heads of 64: at T 8192 687 ms instead of 929, both passes
+3,149 instead of 4,094. At T 2048 bands win the forward pass (199 ms against 235) and
+lose both passes together (1,085 against 899)."""
 
 _QUERIES = 256
 """The least number of queries of a block, where the window is no smaller."""
@@ -115,9 +116,9 @@ def attend_in_window(
     fastest measured on CPU.
 
     Args:
-      window: W; a key at a distance up to it is visible.
-      documents: document number of each token: no other's is seen. None: one document.
-      past: what lies before the first token.
+      window: W; keys at a distance of up to W are visible. documents: document number
+      of each token; other documents are hidden. None: one document. past: keys and
+      values before the first token.
     """
     B, T, H, E = q.shape
     # Blocks no larger than the window: a block's keys are its own and W before it.
@@ -133,8 +134,8 @@ def attend_in_window(
 
     def with_past(x: Array, earlier: Array) -> Array:
         """Gives each block the tokens that it may see: `before` blocks and its own."""
-        # Whole blocks of past, however little there is: what is missing is zeros,
-        # hidden by their positions below.
+        # Full blocks of past, however little there is: pad with zeros, which their
+        # positions # hide below.
         room = before * size
         earlier = earlier[:, max(earlier.shape[1] - room, 0) :]
         missing = ((0, 0), (room - earlier.shape[1], 0), *[(0, 0)] * (x.ndim - 2))
@@ -161,7 +162,7 @@ def attend_in_window(
     # numbers a head.
     @jax.checkpoint
     def block(part: dict[str, Array]) -> Array:
-        # Nothing lies before token 0.
+        # There is nothing before token 0.
         there = part["first"] + jnp.arange(S) >= before * size
         mask = near & there
         if "own" in part:

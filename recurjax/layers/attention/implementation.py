@@ -1,4 +1,4 @@
-"""Which implementation of attention serves a call: what each refuses, and the order."""
+"""Selects the implementation of an attention call by what each supports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from recurjax.layers.attention import alibi_channels
 AttentionImplementation = Literal["cudnn", "splash", "blocks", "xla"]
 
 _BLOCKS_FROM, _SPLASH_FROM = 1024, 512
-"""Shorter sequences' logits fit beside everything else."""
+"""The logits of shorter sequences always fit in memory."""
 _KERNELS_FROM = 256
 """Where blocks are our own kernels: they move less from here on. Both passes of 64
 rows, 22 heads of 64, packed, compiled: T 512 3.4 for 16.7 GB on an H100, 3.9 for 12.2
@@ -143,7 +143,7 @@ def _refusal_of_splash(call: AttentionCall) -> str | None:
 
 
 def find_cut(rows: int, key_heads: int) -> mesh_cut.Cut | None:
-    """Returns how the mesh that is set cuts a call: by rows, and by whole key heads."""
+    """Returns how the current mesh shards a call: by rows, and by key heads."""
     return mesh_cut.find_cut(rows, lambda devices: key_heads % devices == 0)
 
 

@@ -1,8 +1,9 @@
 """Keys and values of past tokens: full caches and ring buffers under one rule.
 
 Slot s of a cache with S slots holds, once a row has seen n tokens, the token at the
-largest position p < n with p mod S = s. When S covers the whole sequence that is p = s;
-when S covers a window only, it is a ring buffer. Nothing else tells the two apart.
+largest position p < n with p mod S = s. When S covers the full sequence that is p = s;
+when S covers only a window, it is a ring buffer. There is no other difference between
+the two.
 
 New tokens are written first, then attend. Every row has its own position, so masks
 compare positions, never indices, which would be wrong wherever a row has a past.
@@ -120,9 +121,9 @@ def write(
 def dropped_slots(slots: int, tokens: int) -> Int[Array, " T"]:
     """Returns a slot for each token of a call that is to be written nowhere.
 
-    All are out of range, and no two are one: told that its places are unique, a scatter
-    needs no order, for which XLA for GPUs sorts them and their tokens in every call
-    that is to be deterministic.
+    All are out of range and differ from each other. A scatter with unique indices needs
+    no order; otherwise XLA for GPUs sorts indices and tokens in every deterministic
+    call.
     """
     return slots + jnp.arange(tokens)
 
@@ -224,7 +225,7 @@ def _put_layer(
     token: Int[Array, "B S"],
     new: Float[Array, "B T K E"],
 ) -> Float[Array, "L B S K E"]:
-    """Writes a layer anew: each slot the token that it holds now, or what it has."""
+    """Rewrites a layer: each slot gets its new token or keeps its value."""
     written = jnp.maximum(token, 0)[:, :, None, None]
     taken = jnp.take_along_axis(new, written, axis=1)
     whole = jnp.where(token[:, :, None, None] >= 0, taken, stacked[layer])
@@ -281,8 +282,8 @@ def attend_to_cache(
       What the queries found, and the cache with the new keys and values.
 
     Raises:
-      ValueError: the tokens are more than the cache has room for, and it is no ring
-        that holds a whole window.
+      ValueError: there are more tokens than slots, and the cache is not a ring that
+      holds a full window.
     """
     written = write(cache, k, v, lengths)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "bias": bias}
@@ -334,7 +335,7 @@ def attend_to_written(
 
 
 def check_room(caller: str, tokens: int, *, slots: int, window: int | None) -> None:
-    """Raises ValueError when a cache cannot take so many tokens in one call."""
+    """Raises ValueError when a cache cannot take `tokens` tokens in one call."""
     # Under a window only a ring that holds all of it may be written over.
     holds_all = window is not None and slots > window
     if slots < tokens and not holds_all:
@@ -368,8 +369,8 @@ def _attend_to_seen(
     T = q.shape[1]
     positions = before.position[:, None] + jnp.arange(T)
     if decodes_on_gpu(q):
-        # Left to itself XLA turns the caches of all layers to the layout that the
-        # products like best, and back, at every token: four times their bytes.
+        # By default XLA converts the caches of all layers to the products' preferred
+        # layout # and back at every token, which moves four times their bytes.
         keys, values = (as_it_lies(x, rows=0, columns=(2,)) for x in seen[:2])
         seen = seen._replace(keys=keys, values=values)
     # Once for all blocks of queries.
@@ -433,8 +434,8 @@ def _is_prefetched(cache: KeyValueCache) -> bool:
     L = cache.keys.shape[0]
     if L > 1 or not target.prefetches_to_vmem():
         return False
-    # A copy with the token in it has to fit beside what else is there: else it is
-    # written to memory, which costs more than what is saved.
+    # A copy with the new token has to fit on the chip with everything else: otherwise
+    # it # is written to memory, which costs more than it saves.
     return cache.keys.nbytes <= target.vmem_bytes() * 2 // 3
 
 

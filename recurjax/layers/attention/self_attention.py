@@ -260,7 +260,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[
         Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]
     ]:
-        """Returns what heads make of whole rows, to look at them."""
+        """Returns the queries, keys and values of full rows, for inspection."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
         k, v = self.keys_and_values(x, positions, length=x.shape[1])
@@ -269,7 +269,7 @@ class SelfAttention(nnx.Module):
     def values_and_outputs(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T K E"], Float[Array, "B T H E"]]:
-        """Returns the values of whole rows, and what each head reads out of them."""
+        """Returns the values of full rows, and each head's attention output."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
         k, v = self.keys_and_values(x, positions, length=x.shape[1])
@@ -278,7 +278,7 @@ class SelfAttention(nnx.Module):
         return v, self._attend_to_input(q, k, v, tokens)
 
     def _positions(self, x: Array, cache: KeyValueCache) -> Array:
-        # All rows stand at 0 in training, so one row of positions serves them all.
+        # All rows start at 0 in training, so they share one row of positions.
         one_row = jnp.zeros((1, 1), jnp.int32)
         start = one_row if cache.slots == 0 else cache.position[:, None]
         return start + jnp.arange(x.shape[1])  # [1 or B, T]
@@ -310,7 +310,7 @@ class SelfAttention(nnx.Module):
         return rotate(heads, positions, rope, length=length)
 
     def _attend_to_input(self, q, k, v, tokens: Tokens) -> Array:
-        # All rows stand at 0, so that distances are those of places in the row.
+        # All rows start at 0, so distances are differences of indices.
         position = self.config.position
         alibi = isinstance(position, Alibi)
         return attend(
@@ -354,7 +354,7 @@ class SelfAttention(nnx.Module):
         return jax.lax.cond(jnp.all(begins), begin, go_on), written
 
     def _options(self, q: Array, tokens: Tokens | None) -> dict[str, Any]:
-        """Returns what attention to a cache is told beside its arrays."""
+        """Returns the options of attention to a cache."""
         return {
             "scale": self._scale(),
             "window": self.window,
