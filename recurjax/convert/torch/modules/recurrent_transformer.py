@@ -7,8 +7,12 @@
 
 In blocks of c positions a query sees the persistent pairs (k, v) of finished blocks and
 the temporary ones (kt, vt) of its own, so that a block's positions run together; c = 1
-is the equation above. Blocks run one after another, in tiles: all queries of a tile
-read what was there before it in one product, and each block adds the tile's new pairs.
+is the equation above. A prompt is read in tiles: all queries of a tile read what was
+there before it in one product. Within the tile all blocks run together, first on the
+temporary pairs in place of the persistent ones, then on the persistent pairs of the
+sweep before, until no pair moves. A column depends on earlier ones alone, so each sweep
+makes at least one more block exact; in practice ten sweeps do for a tile. Where
+gradients are recorded, blocks run one after another.
 """
 
 import math
@@ -36,8 +40,11 @@ from layers import (
 )
 from torch import Tensor, nn
 
-TILE = 32
+TILE = 128
 """Positions of a tile, about."""
+
+ROUNDING = 4
+"""Units in the last place of the largest number that count as no change."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [B, S, K, E]."""
@@ -73,25 +80,22 @@ class RecurrentAttention(nn.Module):
         v = self.v(n).unflatten(-1, (-1, self.stack["head_width"]))
         return self.heads(self.k(n), self.k_norm, turn), v
 
-    def logits(self, q: Tensor, k: Tensor, here: Tensor, at: Tensor) -> Tensor:
-        """Returns q k, less ALiBi's distances, as [B, K, T G, S].
+    def bias(self, here: Tensor, at: Tensor, visible: Tensor) -> Tensor:
+        """Returns ALiBi's distances, lowest where a key is hidden, as [B, K, T G, S].
 
         Args:
-          q: [B, K, T, G, E]; here: its positions [B, T].
-          k: [B, S, K, E]; at: its positions [B, S].
+          here: positions of queries [B, T]; at: of keys [B, S].
+          visible: [B, T, S].
         """
-        logits = q.flatten(2, 3) @ k.permute(0, 2, 3, 1).to(q.dtype)
-        position = self.stack["position"]
-        if is_kind(position, "Alibi"):
-            bias = alibi_bias(self.stack["heads"], here, at, position)
-            bias = bias.unflatten(1, (k.shape[2], -1)).transpose(2, 3)
-            logits = logits + bias.flatten(2, 3)
-        return logits
-
-    def by_query(self, visible: Tensor) -> Tensor:
-        """Returns a mask [B, T, S] for logits [B, K, T G, S]."""
-        group = self.stack["heads"] // self.stack["key_heads"]
-        return visible.repeat_interleave(group, dim=1)[:, None]
+        dtype, config = wide(self.q.weight.dtype), self.stack
+        bias = visible.new_zeros(visible.shape, dtype=dtype)[:, None]
+        if is_kind(config["position"], "Alibi"):
+            bias = alibi_bias(config["heads"], here, at, config["position"]).to(dtype)
+        # Not -inf: a pad may see no key, and its output has to be a number.
+        bias = bias.masked_fill(~visible[:, None], torch.finfo(dtype).min)
+        bias = bias.expand(-1, config["heads"], -1, -1)
+        bias = bias.unflatten(1, (config["key_heads"], -1)).transpose(2, 3)
+        return bias.flatten(2, 3)
 
 
 class RecurrentBlock(nn.Module):
@@ -141,7 +145,7 @@ class RecurrentBlock(nn.Module):
         tokens: Tokens,
         state: State,
     ) -> Tensor:
-        """Runs the columns of a tile, `step` of them together; returns z."""
+        """Runs the columns of a tile, in blocks of `step`; returns z."""
         attention, c = self.attention, self.stack["block"]
         here, places = tokens.positions[:, tile], tokens.places[:, tile]
         block = here - here % c
@@ -156,19 +160,25 @@ class RecurrentBlock(nn.Module):
         there = tile.start if tokens.first else tokens.capacity
         old = tuple(y[:, :there] for y in old)
         before, lse = self.known(q, own, old, here, block)
-        k = v = own[0][:, :0]
-        group, outputs = q.shape[3], []
-        for s in range(0, x.shape[1], step):
-            part, rows = slice(s, s + step), slice(s * group, (s + step) * group)
+        bias = None
+        if x.shape[1] > step:
+            columns = torch.arange(x.shape[1], device=x.device)
+            earlier = (columns[:, None] > columns) & (here[:, None] < block[..., None])
+            bias = attention.bias(here, here, earlier)
+        # One block after another, or sweeps over all that are not final yet.
+        in_order = torch.is_grad_enabled() or x.shape[1] <= step
+        pair = tuple(y[:, -x.shape[1] :] for y in own[:2])
+        if in_order:
+            pair = tuple(y[:, :0] for y in pair)
+        group, outputs, start = q.shape[3], [], 0
+        while start < x.shape[1]:
+            stop = start + step if in_order else x.shape[1]
+            part, rows = slice(start, stop), slice(start * group, stop * group)
             o = before[:, :, rows]
-            if s:
-                at = here[:, :s]
-                logits = attention.logits(q[:, :, part], k, here[:, part], at)
-                if step < c:
-                    # Those of the running block are not to be seen yet.
-                    hidden = at[:, None] >= block[:, part, None]
-                    hidden = attention.by_query(hidden)
-                    logits = logits.masked_fill(hidden, float("-inf"))
+            if bias is not None:
+                k, v = pair
+                logits = q[:, :, part].flatten(2, 3) @ k.permute(0, 2, 3, 1).to(q.dtype)
+                logits = logits + bias[:, :, rows, : k.shape[1]]
                 # What was there before the tile counts as one more key.
                 weights = torch.cat([lse[:, :, rows], logits], dim=-1).softmax(dim=-1)
                 weights = weights.to(v.dtype)
@@ -178,16 +188,24 @@ class RecurrentBlock(nn.Module):
             # [B, K, T G, E] to [B, T, K G E].
             o = o.unflatten(2, (-1, group)).transpose(1, 2).flatten(2)
             z = self.output(x[:, part], attention.out(o))
-            outputs.append(z)
             # The persistent pair is of the layer's output, normed again where the
             # config says so.
             source = z
             if self.stack["normed_persistent"]:
                 source = normed(self.attention_norm, z)
-            step_turn = turn and (turn[0][:, part], turn[1][:, part], turn[2])
-            new_k, new_v = attention.pair(source, step_turn)
-            k, v = torch.cat([k, new_k], dim=1), torch.cat([v, new_v], dim=1)
-        self.keep(k, v, places, tokens, state)
+            turned = turn and (turn[0][:, part], turn[1][:, part], turn[2])
+            new = attention.pair(source, turned)
+            final = z.shape[1]
+            if final > step:
+                # The blocks that did not move, and the next, which read only those.
+                final = step + step * (settled(pair, new, start) // step)
+            outputs.append(z[:, :final])
+            pair = tuple(
+                torch.cat([old[:, :start], y], dim=1)
+                for old, y in zip(pair, new, strict=True)
+            )
+            start += final
+        self.keep(*pair, places, tokens, state)
         return torch.cat(outputs, dim=1)
 
     def known(
@@ -221,11 +239,12 @@ class RecurrentBlock(nn.Module):
             at = torch.cat([old[2], at.expand(len(old[2]), -1)], dim=1)
             visible = visible.expand(len(earlier), -1, -1)
             visible = torch.cat([earlier, visible], dim=-1)
-        logits = self.attention.logits(q, k, here, at)
-        hidden = self.attention.by_query(~visible)
-        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-        lse = logits.logsumexp(dim=-1, keepdim=True)
-        return (logits - lse).exp().to(v.dtype) @ v.transpose(1, 2), lse
+        logits = q.flatten(2, 3) @ k.permute(0, 2, 3, 1).to(q.dtype)
+        logits = logits + self.attention.bias(here, at, visible)
+        weights = logits.softmax(dim=-1)
+        # The largest weight is exp(its logit - lse).
+        lse = logits.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+        return weights.to(v.dtype) @ v.transpose(1, 2), lse
 
     def output(self, x: Tensor, attended: Tensor) -> Tensor:
         """Returns z of the residual stream x and what its attention reads."""
@@ -241,6 +260,23 @@ class RecurrentBlock(nn.Module):
         slots = places.masked_fill(places < 0, size)
         for name, new, fill in (("k", k, 0), ("v", v, 0), ("at", places, -1)):
             state[name] = put(room(state, name, size, new, fill), slots, new)
+
+
+def settled(old: Pair, new: Pair, start: int) -> int:
+    """Returns how many columns from `start` on are as before, up to rounding.
+
+    A change of a rounding's size moves later columns no further than the rounding of
+    blocks that run one after another does.
+
+    Args:
+      old: the pairs of a tile; new: those of its columns from `start` on.
+    """
+    moved = False
+    for before, y in zip(old, new, strict=True):
+        change = (y - before[:, start:]).abs().amax(dim=(0, 2, 3))
+        # A change that is no number is a move.
+        moved = moved | ~(change <= ROUNDING * torch.finfo(y.dtype).eps * y.abs().max())
+    return int(torch.cat([moved, moved.new_ones(1)]).int().argmax())
 
 
 def build_layers(stack: Config) -> Layers:
