@@ -19,14 +19,17 @@ from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.hugging_face.names import hf_pieces
 from recurjax.convert.hugging_face.read_config import model_from_keys
 from recurjax.convert.hugging_face.write_config import hf_keys
-from recurjax.convert.torch.export import write_tensors
+from recurjax.convert.torch.export import from_torch, write_tensors
 from recurjax.errors import UserError
+from recurjax.evaluation.perplexity import score
+from recurjax.inference.generate import generate_tokens
+from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder, in_weight_dtype
 from recurjax.parameters import parameter_name, rule_of, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
 from recurjax.training.run import load_run
-from recurjax.types import Tokens
+from recurjax.types import IGNORED, Batch, Tokens
 from tests.cli.commands import recurjax
 from tests.convert.hf_directories import LLAMA, copy_of, rewrite
 from tests.golden.cases import OWN
@@ -285,3 +288,37 @@ def test_importing_takes_little_more_than_the_model(dtype, tmp_path):
     assert sum(leaf.nbytes for leaf in leaves) > 3e6
     largest = model.w_embedding[...].nbytes
     assert peak < 1.3 * sum(leaf.nbytes for leaf in leaves) + largest
+
+
+@pytest.mark.slow
+def test_bfloat16_weights_decode_evaluate_and_leave(plain, tmp_path, quick_compilation):
+    """The rounded model's loss, its tokens, its file there and back, its surgery."""
+    folder, out = copy_of(LLAMA, tmp_path / "model", tokens=131), tmp_path / "run"
+    line = ["convert", "from-hf", folder, out, "--dtype", "bfloat16", "--no-check"]
+    code, _, err = recurjax(*line)
+    assert code == 0, err
+    run = load_run(out)
+    assert run.model.config.weight_dtype == run.model.config.dtype == "bfloat16"
+    rows = jax.random.randint(jax.random.key(0), (2, 12), 0, 131)
+    batch = Batch(rows, jnp.roll(rows, -1, axis=1).at[:, -1].set(IGNORED))
+    losses = [
+        score(model, [batch], token_bytes=run.tokenizer.token_bytes).loss
+        for model in (run.model, from_hf(folder).model)
+    ]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.01)
+    sampling = SamplingConfig(temperature=0.0)
+    words = generate_tokens(
+        run.model, [np.arange(4)], max_new_tokens=3, sampling=sampling
+    )
+    assert len(words.tokens[0]) == 3
+    line = ["convert", "to-torch", out, tmp_path / "torch", "--no-check"]
+    code, _, err = recurjax(*line)
+    assert code == 0, err
+    keys = json.loads((tmp_path / "torch" / "config.json").read_text())
+    assert keys["dtype"] == "bfloat16"
+    back = from_torch(tmp_path / "torch").model
+    assert_same(to_nested_dict(back), to_nested_dict(run.model))
+    line = ["convert", "to-recursive", out, tmp_path / "looped"]
+    code, _, err = recurjax(*line, "--loops", 2, "--rank", 2)
+    assert code == 0 and "the bfloat16 weights become float32" in err, err
+    assert load_run(tmp_path / "looped").model.config.weight_dtype == "float32"

@@ -25,7 +25,12 @@ from recurjax.evaluation.perplexity import score
 from recurjax.evaluation.progress import progress_bar
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.json_files import json_text, read_json
-from recurjax.model import Decoder, ModelConfig, count_parameters
+from recurjax.model import (
+    Decoder,
+    ModelConfig,
+    count_parameters,
+    in_weight_dtype,
+)
 from recurjax.ranges import (
     Fraction,
     NonNegativeInt,
@@ -148,12 +153,22 @@ class ToRecurFormer:
         )
 
 
+def load_float32(run: Path, step: int | None, *, mesh: Mesh | None = None) -> LoadedRun:
+    """Loads a run with its weights in float32, in which surgery computes."""
+    loaded = load_run(run, step=step, mesh=mesh, report=say)
+    model = in_weight_dtype(loaded.model, "float32")
+    if model is loaded.model:
+        return loaded
+    say(f"{run}: the bfloat16 weights become float32, in which surgery computes")
+    return loaded._replace(model=model)
+
+
 def run_to_recurformer(argv: list[str]) -> int:
     """Runs `recurjax convert to-recurformer ARGV`."""
     options = parse(ToRecurFormer, argv, prog="recurjax convert to-recurformer")
     refuse_existing(options.out)
     given = None if options.heads is None else read_heads(options.heads)
-    loaded = load_run(options.run, step=options.step, report=say)
+    loaded = load_float32(options.run, options.step)
     # Only where heads are chosen by measuring is there something to show.
     recency = None
     texts = (
@@ -446,7 +461,7 @@ def run_to_recursive(argv: list[str]) -> int:
     options = parse(ToRecursive, argv, prog="recurjax convert to-recursive")
     refuse_existing(options.out)
     mesh = reading_mesh(options.mesh)
-    loaded = load_run(options.run, step=options.step, mesh=mesh, report=say)
+    loaded = load_float32(options.run, options.step, mesh=mesh)
     # The text first: a file that cannot be read should stop it before the work.
     rows = (
         None
@@ -536,7 +551,7 @@ def run_to_transformer(argv: list[str]) -> int:
     options = parse(ToTransformer, argv, prog="recurjax convert to-transformer")
     refuse_existing(options.out)
     mesh = reading_mesh(options.mesh)
-    loaded = load_run(options.run, step=options.step, mesh=mesh, report=say)
+    loaded = load_float32(options.run, options.step, mesh=mesh)
     # Every depth gets matrices of its own, with its addition multiplied out.
     model = to_transformer(loaded.model, mesh=mesh)
     write_changed_run(options.out, loaded, model, lambda folder: None)

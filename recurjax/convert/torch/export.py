@@ -227,7 +227,7 @@ def _config(run: LoadedRun) -> dict[str, Any]:
             "AutoConfig": "configuration_recurjax.RecurjaxConfig",
             "AutoModelForCausalLM": "modeling_recurjax.RecurjaxForCausalLM",
         },
-        "dtype": "float32",
+        "dtype": config.weight_dtype,
         "vocab_size": config.vocabulary,
         "hidden_size": config.stack.width,
         "num_hidden_layers": config.stack.layers,

@@ -165,7 +165,7 @@ class Decoder(nn.Module):
 
 
 def load(directory: str | Path, device: Any = "cpu") -> Decoder:
-    """Builds the model of a directory that recurjax wrote."""
+    """Builds the model of a directory that recurjax wrote, in its matrices' dtype."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     # Without cache of its own: the file's tensors take the parameters' places.
@@ -175,7 +175,8 @@ def load(directory: str | Path, device: Any = "cpu") -> Decoder:
     # transformers writes the names of the model that it has around this one.
     weights = {name.removeprefix("model."): w for name, w in weights.items()}
     model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval()
+    # Vectors are stored in float32 next to matrices in bfloat16.
+    return model.to(model.embedding.weight.dtype).eval()
 
 
 def main() -> None:
@@ -186,7 +187,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
-    model = load(options.directory)
+    # Rounding to bfloat16 would hide a wrong layer.
+    model = load(options.directory).float()
     ids = torch.from_numpy(np.load(options.ids)).long()
     states: list[Tensor] = []
     with torch.no_grad():
