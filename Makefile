@@ -88,5 +88,5 @@ $(VENV)/.installed-test: $(VENV)/.installed
 .venv-torch/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-torch
 	@echo "installing PyTorch and transformers into .venv-torch"
-	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch transformers numpy safetensors
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch transformers peft numpy safetensors
 	@touch $@
