@@ -11,6 +11,9 @@ many items both answer alike. It needs an interpreter with both sides:
     recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
     recurjax convert to-torch runs/smollm2 runs/smollm2_hf --format hf
     HF_HUB_OFFLINE=1 python experiments/harness_smollm2.py runs/smollm2 runs/smollm2_hf
+
+Any run of any variant can be compared so: the harness loads what `to-torch` writes
+without `--format` by AutoModel.
 """
 
 import sys
@@ -134,8 +137,15 @@ def theirs(options: Options) -> Timed:
     """Opens the exported checkpoint with the harness' own model."""
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
-    path = str(options.checkpoint)
-    return Timed(HFLM(pretrained=path, dtype="float32", device="cpu"))
+    path = options.checkpoint
+    model = HFLM(
+        pretrained=str(path),
+        dtype="float32",
+        device="cpu",
+        # What `to-torch` writes without --format hf comes with a module of its own.
+        trust_remote_code=(path / "modeling_recurjax.py").is_file(),
+    )
+    return Timed(model)
 
 
 def line(

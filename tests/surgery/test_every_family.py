@@ -1,9 +1,10 @@
 """Surgery on every family that `from_hf` reads.
 
-`python -m tests.surgery.test_every_family` prints the table of
-recurjax/convert/README.md.
+`python -m tests.surgery.test_every_family [MODEL ...]` prints the table of
+recurjax/convert/README.md; MODEL is a pretrained one, read with its tokenizer.
 """
 
+import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.hugging_face import from_hf
+from recurjax.data.corpora import embedded_text
 from recurjax.errors import UserError
 from recurjax.model import Decoder, count_parameters
 from recurjax.surgery.recurformer import MambaConfig, to_recurformer
@@ -22,7 +24,10 @@ from tests.convert.hf_directories import CASES, arrays
 MAMBA = MambaConfig(dt_rank=2, state=3)
 FULL = 999
 """A rank that no matrix exceeds."""
-RANK = 4
+RANK, REAL_RANK = 4, 64
+"""Few ranks, of a tiny model and of a pretrained one."""
+REAL_TOKENS = 512
+"""Of the embedded text's end, which a pretrained model is measured on."""
 
 
 @jax.jit
@@ -50,9 +55,8 @@ def recurrent(model: Decoder, count: int) -> Decoder:
     return to_recurformer(model, replaced, mamba=MAMBA)
 
 
-def row(folder: Path) -> list[str]:
+def row(name: str, model: Decoder, ids: jax.Array, rank: int) -> list[str]:
     """Returns the table's cells: parameters and losses, or why a surgery is refused."""
-    model, ids = from_hf(folder).model, jnp.asarray(arrays(folder)["input_ids"])
 
     def cell(build) -> str:
         try:
@@ -63,10 +67,10 @@ def row(folder: Path) -> list[str]:
         return f"{count:,}; {loss_of(changed, ids):.4f}"
 
     return [
-        folder.name,
+        name,
         cell(lambda: model),
         cell(lambda: recursive(model, FULL, tie_norms=False)),
-        cell(lambda: recursive(model, RANK, tie_norms=True)),
+        cell(lambda: recursive(model, rank, tie_norms=True)),
         cell(lambda: recurrent(model, 1)),
     ]
 
@@ -107,8 +111,23 @@ def test_the_family_becomes_a_recurformer(base):
     assert np.isfinite(float(loss_of(changed, ids)))
 
 
-if __name__ == "__main__":
-    print("| family | model | all ranks | rank 4, tied norms | a head of each layer |")
+def print_rows(names: list[str]) -> None:
+    print(
+        "| model | itself | all ranks | few ranks, tied norms | a head of each layer |"
+    )
     print("|---|---|---|---|---|")
     for case in CASES:
-        print("| " + " | ".join(row(case.values[0])) + " |")
+        folder = case.values[0]
+        ids = jnp.asarray(arrays(folder)["input_ids"])
+        cells = row(folder.name, from_hf(folder).model, ids, RANK)
+        print("| " + " | ".join(cells) + " |", flush=True)
+    for name in names:
+        model, tokenizer, *_ = from_hf(name)
+        assert tokenizer is not None
+        ids = tokenizer.encode(embedded_text()[-4000:])[:REAL_TOKENS]
+        cells = row(Path(name).stem, model, jnp.asarray([ids]), REAL_RANK)
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    print_rows(sys.argv[1:])
