@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.evaluation.perplexity import bits_per_byte, score, text_sums
+from recurjax.evaluation.perplexity import (
+    Score,
+    bits_per_byte,
+    joined,
+    score,
+    text_sums,
+)
 from recurjax.training.objective import NextToken
 from recurjax.types import IGNORED, Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
@@ -23,6 +29,19 @@ MODEL = dataclasses.replace(config().model, vocabulary=5)
 BYTES = np.array([1, 2, 0, 3, 1])  # Token 2 is special: it stands for no text.
 IDS = np.array([[0, 3, 1, 4], [2, 1, 1, 0], [4, 2, 0, 3]])
 TARGETS = np.array([[3, 1, 4, 2], [1, 1, 0, IGNORED], [2, 0, 3, 1]])
+
+
+def test_a_mixture_weighs_its_parts_by_their_tokens_and_bytes():
+    one = Score(loss=1.0, perplexity=0.0, bits_per_byte=3.0, tokens=30, bytes=10)
+    two = Score(loss=5.0, perplexity=0.0, bits_per_byte=1.0, tokens=10, bytes=90)
+    whole = joined({"one": one, "two": two})
+    assert (whole.loss, whole.perplexity) == (2.0, pytest.approx(math.exp(2.0)))
+    assert whole.bits_per_byte == pytest.approx((3.0 * 10 + 1.0 * 90) / 100)
+    assert (whole.tokens, whole.bytes) == (40, 100)
+    # Text without bytes has a loss and no bits.
+    special = one._replace(bits_per_byte=math.nan, bytes=0)
+    assert joined({"one": special, "two": two}).bits_per_byte == 1.0
+    assert math.isnan(joined({"one": special}).bits_per_byte)
 
 
 @pytest.fixture(scope="module")

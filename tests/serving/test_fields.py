@@ -3,11 +3,15 @@
 import asyncio
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
+from recurjax.cli.chat import ChatOptions
+from recurjax.cli.generate import GenerateOptions
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer, TextSettings
+from recurjax.inference.engine import RequestSettings
 from recurjax.serving import app as serving
 from recurjax.serving.app import App, Served
 from recurjax.serving.bodies import (
@@ -203,3 +207,18 @@ def test_pages_of_named_origins_may_ask():
 
     assert allowed(b"http://there") == b"http://there"
     assert allowed(b"http://elsewhere") is None
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_seed_of_0_is_a_seed(chat):
+    """Two texts of it are equal; without a seed each has another."""
+    assert [read_wishes({"seed": 0}, chat=chat).seed for _ in range(2)] == [0, 0]
+    drawn = {read_wishes(body, chat=chat).seed for body in ({}, {"seed": None}) * 2}
+    assert len(drawn) > 1
+    assert read_wishes({"seed": -1}, chat=chat).seed == 2**32 - 1
+
+
+def test_commands_without_a_seed_give_the_same_texts_but_for_a_talk():
+    assert GenerateOptions(run=Path("runs/a")).seed == 0
+    assert RequestSettings(max_new_tokens=1).seed == 0
+    assert ChatOptions(run=Path("runs/a")).seed is None

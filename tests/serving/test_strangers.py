@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +15,15 @@ from recurjax.errors import UserError
 from recurjax.serving import app as serving
 from recurjax.serving import server as port
 from recurjax.serving.app import LOOPBACK, App, Served
+from recurjax.serving.bodies import (
+    LONGEST_OPTIONS,
+    LONGEST_ROLE,
+    MOST_MESSAGES,
+)
 from recurjax.serving.worker import Worker
 from tests.serving.running import GREEDY, told
 from tests.serving.test_fields import answered, served
+from tests.source_tree import ROOT
 
 BODY = json.dumps({"prompt": "ab"}).encode()
 
@@ -126,6 +134,30 @@ def test_bodies_are_bounded_each_and_together(monkeypatch):
     status, message = bodies(app, piece)
     assert status == 429 and "try again later" in message
     assert app._held == 200
+
+
+def test_a_body_has_16_mib_at_most():
+    app = App({"m": served(template=None)})
+    assert serving.LARGEST_BODY == 16 * 2**20
+    largest = {"body": b" " * serving.LARGEST_BODY, "more_body": False}
+    assert bodies(app, largest)[0] == 400  # no JSON
+    more = {"body": b" " * (serving.LARGEST_BODY + 1)}
+    assert bodies(app, more) == (413, "a body may have 16777216 bytes")
+
+
+def test_the_limits_are_those_of_the_document():
+    table = (ROOT / "docs" / "serving.md").read_text()
+    assert (
+        "| a body | 16 MiB, within 30 s; 128 MiB of all bodies at one time |" in table
+    )
+    assert serving.LARGEST_BODIES == 128 * 2**20 and serving.BODY_SECONDS == 30.0
+    assert "| headers of a request; connections | 10 s; 512 |" in table
+    assert (port.HEADER_SECONDS, port.MOST_CONNECTIONS) == (10.0, 512)
+    assert "8 MiB of text; 2^20 ids" in table
+    assert (serving.LARGEST_TEXT, serving.MOST_IDS) == (2**23, 2**20)
+    assert "4,096; 64 characters; 65,536 characters of JSON" in table
+    limits = (MOST_MESSAGES, LONGEST_ROLE, LONGEST_OPTIONS)
+    assert limits == (4096, 64, 65_536)
 
 
 def test_texts_to_tokenize_and_ids_to_write_are_bounded(server, monkeypatch):
@@ -268,6 +300,57 @@ def test_a_request_that_has_come_is_not_timed():
 def test_connections_are_bounded():
     assert not connection(others=port.MOST_CONNECTIONS - 1)[2].closed
     assert connection(others=port.MOST_CONNECTIONS)[2].closed
+
+
+class Draining(Worker):
+    """A worker whose open requests end one by one, and which SIGTERM then ends."""
+
+    def __init__(self, requests: int):
+        super().__init__(lambda: pytest.fail("no engine"), most_waiting=1)
+        self.left, self.looks = requests, 0
+
+    def start(self):
+        self.asked = False
+
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
+    def broken(self):
+        # The server looks here while it serves: its handlers are there by then.
+        if not self.asked:
+            self.asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @broken.setter
+    def broken(self, why):
+        assert why is None
+
+    @property
+    def open(self):
+        assert self.draining, "new requests come in while the server ends"
+        self.looks += 1
+        self.left -= 1
+        return self.left + 1
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.mark.parametrize("requests, grace, looks", [(3, 1e9, 4), (10**9, 0.0, 0)])
+def test_a_signal_ends_a_server_when_its_requests_end_or_the_grace_does(
+    requests, grace, looks, monkeypatch
+):
+    def unexpected(number, frame):
+        raise AssertionError("the server has not taken the signal")
+
+    monkeypatch.setattr(port, "_LOOK_SECONDS", 0.0)
+    worker = Draining(requests)
+    before = signal.signal(signal.SIGTERM, unexpected)
+    try:
+        with port.bind("127.0.0.1", 0) as bound:
+            app = App({"m": served(template=None)})
+            port.serve(app, [worker], bound, grace=grace)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert worker.stopped and worker.looks == looks
 
 
 def test_a_worker_that_compiles_is_not_waited_for():

@@ -13,12 +13,13 @@ import pytest
 from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.exits import EarlyExit, ExitHead, ExitRule, confidence
-from recurjax.inference.engine import EngineConfig, RequestSettings
+from recurjax.inference.engine import EngineConfig, RequestSettings, depth_wise
 from recurjax.inference.engine.memory import (
     copied_bytes,
     slots_that_fit,
     tree_bytes,
 )
+from recurjax.inference.engine.slots import Slots
 from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
@@ -115,6 +116,28 @@ def test_a_slots_own_part_says_what_all_parts_under_a_mask_do(kind):
             )
             results.append(tick(x, cache))
     chex.assert_trees_all_close(*results, rtol=1e-6, atol=1e-6)
+
+
+def test_a_slots_next_text_finds_no_exits_of_the_text_before():
+    """All loops have read a prompt, whatever tokens stood at its positions before."""
+    model = build(BIASED)
+    way = depth_wise.DepthWise(kind="confidence", missing="skip")
+    cache, _ = way.empty(model, 2, 4)
+    ran = jnp.asarray([[1, 2, 1, 2], [2, 1, 2, 1]])
+    depth = depth_wise.Depth(
+        loop=jnp.asarray([2, 1]),
+        position=jnp.asarray([4, 3]),
+        x=jnp.zeros((2, 1, 8)),
+        ran=ran,
+    )
+    slots = Slots(*(None,) * len(Slots._fields))  # pyright: ignore
+    slots = slots._replace(depth=depth, cache=cache)
+    sizes = {"length": jnp.asarray(2), "limit": jnp.asarray(4)}
+    read = model.init_cache(1, 4)
+    _, after = way.put(model, slots, jnp.asarray(1), read, **sizes)
+    np.testing.assert_array_equal(after.ran, [[1, 2, 1, 2], [3, 3, 3, 3]])
+    np.testing.assert_array_equal(after.loop, [2, 0])
+    np.testing.assert_array_equal(after.position, [4, 2])
 
 
 def depth_engine(name: str, missing: str | None = None, **sizes):

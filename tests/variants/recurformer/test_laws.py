@@ -15,6 +15,7 @@ from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from recurjax.variants.recurformer.config import mamba_weights
 from tests.laws import B, StackLaws, T, draw_ids, pull_back, run
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.recurformer.switches import (
@@ -71,6 +72,21 @@ def test_with_nothing_replaced_it_is_the_base_to_the_bit(ids, attention):
         want, _ = run(model, ids, model.init_cache(B, length))
         got, _ = run(plain, ids, plain.init_cache(B, length))
         np.testing.assert_array_equal(got, want)
+
+
+def test_flops_of_a_replaced_head_are_those_of_its_weights_and_of_its_scan():
+    """Counted by hand: 6 a weight, 27 a state of the scan, 12 a key seen."""
+    config = small(((0, 1),), key_heads=2).stack
+    base, mamba = config.transformer, config.mamba
+    D, E, length = base.width, base.attention.head_width, 10
+    heads = config.heads(0)
+    # Two of four query heads are left, with the one key head that they read.
+    assert (len(heads.remaining), heads.key_heads) == (2, (1,))
+    projections = D * E * (2 + 1 + 2 + 4)
+    channels = mamba.expand * 2 * E
+    want = 6 * projections + 12 * 2 * E * length
+    want += 6 * mamba_weights(mamba, 2 * E) + 27 * channels * mamba.state
+    assert config.mixing_flops(0, length) == want
 
 
 def test_heads_may_change_places_with_their_weights(ids):
