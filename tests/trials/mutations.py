@@ -11,7 +11,9 @@ core; `--only TEXT` runs those whose file, line or tests hold a text.
 """
 
 import json
+import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -68,7 +70,8 @@ class Options:
       into: the file of answers; what it holds is not run again.
       only: mutations whose file, line or tests hold this text.
       most: stops after so many.
-      seconds: for the tests of one mutation; what takes longer counts as found.
+      seconds: of processor time for the tests of one mutation; what takes longer
+        counts as found.
     """
 
     into: Path = Path("mutations.json")
@@ -94,26 +97,55 @@ def apply(mutation: Mutation, root: Path) -> str:
 def is_found(mutation: Mutation, root: Path, seconds: int) -> bool:
     """Runs the tests on a tree that has the mutation, and mends the tree."""
     held = apply(mutation, root)
-    said = root / "mutation.out"
-    # In a fork: what the tests import of others is imported once, here.
+    try:
+        return run_tests(_words(mutation.tests), root, seconds=seconds).code != 0
+    finally:
+        (root / mutation.file).write_text(held, encoding="utf-8")
+
+
+class PytestRun(NamedTuple):
+    """What became of a run of tests.
+
+    Attributes:
+      code: 0 if all passed, 1 if one failed, 2 if one could not be imported, 5 if all
+        of them are slow ones; None: the time was over, and the process was killed.
+      seconds: of processor time.
+    """
+
+    code: int | None
+    seconds: float
+
+
+def run_tests(words: list[str], root: Path, *, seconds: float) -> PytestRun:
+    """Runs pytest on a copy of the tree, in a fork: what is imported here stays so.
+
+    Args:
+      words: for pytest.
+      root: of the copy.
+      seconds: of processor time that it may take; waiting, ten times as many.
+
+    Raises:
+      SystemExit: pytest itself failed.
+    """
+    output = root / "mutation.out"
     child = os.fork()
     if child == 0:
         os.setsid()
-        _test(_words(mutation.tests), root, said)
-    try:
-        code = _end_of(child, seconds)
-    finally:
-        (root / mutation.file).write_text(held, encoding="utf-8")
-    if code not in (0, 1, 2, None):  # 2: it does not even import
-        raise SystemExit(f"pytest {mutation.tests}: {said.read_text()[-2000:]}")
-    return code != 0
+        # A clock would count what else the machine does.
+        limit = math.ceil(seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+        _test(words, root, output)
+    code, taken = _end_of(child, 10 * seconds)
+    if code not in (0, 1, 2, 5, None):
+        raise SystemExit(f"pytest {words}: {output.read_text()[-2000:]}")
+    return PytestRun(code, taken)
 
 
-def _test(words: list[str], root: Path, said: Path) -> None:
+def _test(words: list[str], root: Path, output: Path) -> None:
     """Ends this process with what pytest says of the tree `root`."""
     code = 3
     try:
-        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.chdir(root)
@@ -136,17 +168,19 @@ def _test(words: list[str], root: Path, said: Path) -> None:
         os._exit(code)
 
 
-def _end_of(child: int, seconds: int) -> int | None:
-    """Returns a process' exit code; None: its time was over and it was killed."""
+def _end_of(child: int, seconds: float) -> tuple[int | None, float]:
+    """Returns a process' exit code and processor time; None: its time was over."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
-        ended, status = os.waitpid(child, os.WNOHANG)
+        ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            over = code in (-signal.SIGXCPU, -signal.SIGKILL)
+            return None if over else code, usage.ru_utime + usage.ru_stime
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return None
+    return None, seconds
 
 
 def _words(tests: str) -> list[str]:
