@@ -377,7 +377,7 @@ class LatentBlock(nnx.Module):
         if memory is not None and self.memory is not None:
             state = apart_by_layer(memory.state, a)
             memory = self.memory(memory._replace(state=state))
-        # Zero weights at first make both gates 1: the memory enters whole from the
+        # Zero initial weights make both gates 1: the memory enters in full from the
         # start.
         gates = 2 * jax.nn.sigmoid(project(a, self.w_mix))  # [B, n, 2, K]
         mix = partial(mixed, gates=gates, replaces=layer < config.replace_layers)

@@ -24,11 +24,10 @@ class MemoryConfig:
       keys, values: whether the memory enters them; a side that it does not enter has
         no gate.
       residual: whether it is added to each block's input.
-      entry_layers: it enters keys and values of the first so many layers only; None: of
-        all.
-      replace_layers: in the first so many layers its keys and values stand in place of
-        the local ones.
-      reset_token: an id whose token, and those after it, see no memory from before it;
+      entry_layers: it enters keys and values of the first `entry_layers` layers only;
+      None: of all. replace_layers: in the first `replace_layers` layers its keys and
+      values replace the local ones. reset_token: an id whose token, and those after it,
+      see no memory from before it;
         None: never.
     """
 
@@ -171,7 +170,7 @@ class LatentRecurrentTransformerConfig(StackFacts):
         return self.vocabulary
 
     def with_table_rows(self, rows: int) -> "LatentRecurrentTransformerConfig":
-        """Returns the config with so many rows in the value embeddings."""
+        """Returns the config with `rows` rows in the value embeddings."""
         return replace(self, vocabulary=rows)
 
     @property

@@ -69,7 +69,7 @@ class Interleaved(RangeChecks):
         return None
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's passes: none."""
+        """Returns the extra FLOPs per token on top of the model's passes: none."""
         return 0.0
 
     def counts(self, batch: Batch) -> Float[Array, " passes"]:
@@ -89,8 +89,8 @@ class Interleaved(RangeChecks):
         """Returns the loss; as metrics `loss`, `initial` and `refined`.
 
         Args:
-          shares: of a part of a batch: what of each pass' targets it has, so that the
-            parts' losses add up to the batch's. None: the batch is whole.
+          shares: of a part of a batch: its fraction of each pass' targets, so that the
+          parts' losses add up to the batch's. None: the full batch.
         """
         partition = strided_partition(batch.ids.shape[1], self.subsets)
         passes = interleaved_passes(model, batch, partition, refresh=self.refresh)
@@ -175,7 +175,7 @@ class Chunked(RangeChecks):
         return None
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's passes: none."""
+        """Returns the extra FLOPs per token on top of the model's passes: none."""
         return 0.0
 
     def __call__(
@@ -200,8 +200,8 @@ class Chunked(RangeChecks):
         for start in range(0, T, self.chunk):
             positions = slice(start, min(start + self.chunk, T), 1)
             n = positions.stop - start
-            # One memory for the whole chunk: the one that enters its first token, so
-            # that the chunk's tokens need not wait for each other.
+            # One memory for the entire chunk: the one that enters its first token, so
+            # that the # chunk's tokens need not wait for each other.
             memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
             memory = jnp.repeat(memory, n, axis=1)
             if age is not None:  # zero from a reset token inside the chunk on

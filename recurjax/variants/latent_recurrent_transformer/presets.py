@@ -33,13 +33,13 @@ def nanochat(
       others: further fields, or other values of those above.
 
     Raises:
-      ValueError: the width is none of whole heads (odd L), and no number is given.
+      ValueError: head_width does not divide the width (odd L), and heads is None.
     """
     width = others.pop("width", 64 * layers)
     head_width = others.pop("head_width", HEAD_WIDTH)
     if "heads" not in others and (width < head_width or width % head_width):
         raise ValueError(
-            f"nanochat: a width of {width} is not of whole heads of {head_width}: give "
+            f"nanochat: width {width} is no multiple of head_width {head_width}: give "
             "heads, another head_width, or an even number of layers"
         )
     heads = others.pop("heads", width // head_width)

@@ -130,14 +130,15 @@ def entering(
     """
     B, T, D = states.shape
     depth = memory.depth if before is None else before.shape[1]
-    # Newest first in the cache; on the line the newest stands next to the first token.
+    # The cache is newest first; here the newest state comes last, before the first
+    # token.
     early = (
         jnp.zeros((B, depth, D), states.dtype)
         if before is None
         else before[:, ::-1].astype(states.dtype)
     )
-    # One line of states with `depth` earlier ones in front: lag n of token t stands n
-    # before it, also across the beginning.
+    # One sequence of states with `depth` earlier ones in front: lag n of token t is n #
+    # entries before it, also across the beginning.
     line = jnp.concatenate([early, states], axis=1)
     parts = []
     for lag in memory.lags:

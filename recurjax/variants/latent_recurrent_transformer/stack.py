@@ -223,7 +223,7 @@ class LatentRecurrentTransformerStack(
         *,
         memory: Float[Array, "B n D"] | None = None,
     ) -> tuple[Float[Array, "B n D"], LatentBuffer]:
-        """Computes some positions anew, on the others' buffered keys, values, states.
+        """Recomputes some positions, on the others' buffered keys, values, states.
 
         Source: algorithm 1, line 5.
 
@@ -321,8 +321,8 @@ class LatentRecurrentTransformerStack(
     ) -> tuple[Float[Array, "B T D"], LatentCache, Float[Array, ""]]:
         """Approximates the recurrence by parallel passes over all T tokens.
 
-        Pass 0 has only the cache's states as memory; each further one takes the states
-        of the one before. Where it stands still it is the exact recurrence.
+        Pass 0 has only the cache's states as memory; each further pass takes the states
+        of the one before. Its fixed point is the exact recurrence.
 
         Args:
           cache: with room for the tokens; the passes do not see each other's writes.

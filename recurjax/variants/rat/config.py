@@ -58,7 +58,7 @@ class RatMixerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RnnMixerConfig(RangeChecks):
-    """The baseline: RAT's recurrence over the whole sequence, without attention.
+    """The baseline: RAT's recurrence over the full sequence, without attention.
 
     Attributes:
       heads, head_width: H * E channels; heads only say how a mesh may cut them.
@@ -214,7 +214,7 @@ class RatConfig(StackFacts):
 
 
 def gate_bias_span(horizon: int) -> float:
-    """Returns log(max(horizon - 1, 1)), above which no initial gate bias lies."""
+    """Returns log(max(horizon - 1, 1)), the largest initial gate bias."""
     return math.log(max(horizon - 1, 1))
 
 

@@ -77,7 +77,7 @@ def start(batch: int) -> dict[str, Array]:
 
 
 def state_dtype(dtype):
-    """Returns the dtype of recurrent states beside activations of `dtype`.
+    """Returns the dtype of recurrent states for activations of `dtype`.
 
     Departs from the authors' code, which stores them in bfloat16 after every token:
     after 4096 steps an RNN's state is then 5.8 % off.
@@ -227,9 +227,9 @@ class RatMixer(nnx.Module):
         shards = sequence_shards()
         if shards > 1:
             sequence_parallel.check(self.config, T)
-        # Whole chunks only: what is added at the end is cut off again, and nothing
-        # before it sees it. A document goes on there, so that no start is told in the
-        # padding.
+        # Pad to complete chunks; no token sees the padding, and it is cut off again.
+        # The last # document continues into it, so that the padding has no document
+        # start.
         padding = ((0, 0), (0, -T % C))
         documents = tokens.segments
         if padding[1][1]:
@@ -252,7 +252,7 @@ class RatMixer(nnx.Module):
         chunk: int,
         shard: SequenceShard | None = None,
     ) -> Array:
-        """Returns y of whole chunks: of all, or of those that a shard holds."""
+        """Returns y of complete chunks: of all, or of those that a shard holds."""
         # One gate for both streams: k~ and v~ forget alike, so one op runs them
         # together. A state starts from zero in each chunk and at each document. Of k~
         # all but the ends serve their own position's logits only, which the op makes.
@@ -307,8 +307,8 @@ class RatMixer(nnx.Module):
                 f"RatMixer: {T} tokens in one call do not fit a cache of {cache.slots} "
                 f"chunks of {C}"
             )
-        # Rows may stand anywhere in their chunks: laid out at their places, the chunks
-        # of all rows begin together and one scan in chunks serves them.
+        # Rows may be anywhere in their chunks: shift them so that the chunks of all
+        # rows begin # together and one chunked scan serves them.
         rows = align(cache.position, T, tokens.lengths, C)
         x = rows.lay(x)
         q, k, v, gate = self._project(x)
@@ -334,8 +334,8 @@ class RatMixer(nnx.Module):
         v = self._heads(scanned.values)
         written = (scanned.ends, ends_of(scanned.values, rows.size))
         k_ends, v_ends = map(self._heads, written)
-        # Written before it is read: a chunk that these tokens complete is seen by those
-        # of them that stand in the next one.
+        # Write before reading: tokens of the next chunk see a chunk that this call
+        # completes.
         cache = self._write(cache, k_ends, v_ends, finals, rows)
         ends = ChunkEnds(
             keys=_as_it_lies(read_layer(cache.keys, cache.layer)).astype(x.dtype),
@@ -374,7 +374,7 @@ class RatMixer(nnx.Module):
         rope = self.config.position
         if rope is not None:
             if self.config.position_of == "token":
-                # A chunk's end stands at its last token.
+                # A chunk's end is at its last token.
                 numbers = (numbers + 1) * self.config.chunk - 1
             k = rotate(k, numbers, rope)
         return k.swapaxes(1, 2)
@@ -468,7 +468,7 @@ class RnnMixer(nnx.Module):
                 "RnnMixer: segments are for the training cache (length 0) only"
             )
         else:
-            # The whole past is one state; padding at a row's end leaves it as it was.
+            # The past is one state; padding at a row's end does not change it.
             before = (read_layer(cache.state, cache.layer),)
             (h,), (final,) = gated_scan(
                 gate, (v,), initial=before, lengths=tokens.lengths
@@ -490,7 +490,7 @@ class ReversedRatCache(NamedTuple):
 
     Attributes:
       keys, values: slot t mod C holds token t of the running chunk; keys rotated.
-      state: of the recurrence after the last whole chunk, at least float32.
+      state: of the recurrence after the last complete chunk, at least float32.
       position, layer: as in `RatCache`.
     """
 
@@ -567,8 +567,8 @@ class ReversedRatMixer(nnx.Module):
         a, keys, values = self._attend(x, cache, rows)
         before = read_layer(cache.state, cache.layer)
         y, ends = recur_across_chunks(gate, a, before, size=rows.size)
-        # The state that is kept is the one after the last chunk that is whole: a row
-        # that completes none keeps the old.
+        # Keep the state after the last complete chunk: a row that completes none keeps
+        # its # old state.
         whole = rows.ended.sum(axis=1)
         last = jnp.take_along_axis(
             ends, jnp.maximum(whole - 1, 0)[:, None, None], axis=1

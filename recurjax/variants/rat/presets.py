@@ -95,7 +95,7 @@ def reversed_rat(
 
 def _head_width(width: int, heads: int) -> int:
     if heads < 1 or width % heads:
-        raise ValueError(f"a width of {width} is not of {heads} whole heads")
+        raise ValueError(f"width {width} is not a multiple of {heads} heads")
     return width // heads
 
 

@@ -25,7 +25,7 @@ from recurjax.types import Array
 def document_starts(
     documents: Int[Array, "B T"] | None,
 ) -> Bool[Array, "B T"] | None:
-    """Says where a document begins; the row's first position is not told apart."""
+    """Marks where documents begin, except at the row's first position."""
     if documents is None:
         return None
     begins = documents[:, 1:] != documents[:, :-1]
@@ -136,8 +136,8 @@ def recur_across_chunks(
       v~ and its values at the chunks' ends, in at least float32.
     """
     B, P, I = gate.shape
-    # Only chunk ends recur: a scan over T / C of them, which starts anew where the
-    # ends' documents differ.
+    # Only chunk ends recur: a scan over T / C of them, which resets where the ends' #
+    # documents differ.
     end_documents = None if documents is None else documents[:, size - 1 :: size]
     ends, _ = gated_scan(
         gate[:, size - 1 :: size],
@@ -248,7 +248,7 @@ def align(
     """Lays out T = `length` tokens, the first `lengths` of each row real."""
     count = jnp.full_like(position, length) if lengths is None else lengths
     # One token needs no layout. More of them: the worst offset is C - 1, so T + C - 1
-    # places, in whole chunks, are enough for every row.
+    # places, rounded up to complete chunks, are enough for every row.
     size = 1 if length == 1 else chunk
     places = 1 if length == 1 else -(-(length + chunk - 1) // chunk) * chunk
     return Alignment(position, count, chunk, size, places)

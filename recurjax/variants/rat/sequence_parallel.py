@@ -1,4 +1,4 @@
-"""Rows that lie over the devices of the mesh's axis `sequence`, each with T / S tokens.
+"""Rows sharded over the mesh's axis `sequence`, with T / S tokens per device.
 
 What crosses devices: the RNN's gate products and final states, RAT's chunk ends, the
 keys and values of attention, and of a window only the neighbour's last W. Everything
@@ -72,9 +72,9 @@ class SequenceShard(NamedTuple):
 def run(function: Callable[..., Array], arrays: tuple[Any, ...]) -> Array:
     """Runs `function(*parts, shard=...)` on each device's part of [B, T, ...] arrays.
 
-    The batch is cut as well where its axes of the mesh divide it; heads are left to the
-    compiler. Arrays may be trees; a leaf of one axis, such as a gate's bias, is whole
-    on every device.
+    The batch is sharded too where its mesh axes divide it; heads are left to the
+    compiler. Arrays may be trees; a leaf of one axis, such as a gate's bias, is
+    replicated.
     """
     cut, mesh = free_axes(), jax.sharding.get_abstract_mesh()
     rows = row_axes(next(x for x in arrays if x is not None).shape[0])
@@ -106,7 +106,7 @@ def scan_part(
     *,
     shard: SequenceShard,
 ) -> Float[Array, "B P I"]:
-    """Computes this part of h[t] = g[t] h[t-1] + (1 - g[t]) v[t] over the whole row.
+    """Computes this part of h[t] = g[t] h[t-1] + (1 - g[t]) v[t] over the full row.
 
     One scan gives h from a zero state and, as a second stream without values that
     starts at 1, the products a[t] of the part's gates up to t. Parts meet in their last

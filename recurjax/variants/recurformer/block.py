@@ -1,4 +1,4 @@
-"""One RecurFormer layer: some heads attend, Mamba stands in for the others."""
+"""One RecurFormer layer: some heads attend, Mamba replaces the others."""
 
 from functools import partial
 from typing import NamedTuple
@@ -207,7 +207,7 @@ def in_place(
     heads: LayerHeads,
 ) -> Float[Array, "B T H E"]:
     """Puts all heads back in their old order."""
-    # Where each old head stands among remaining and replaced ones, in turn.
+    # The index of each old head among the remaining or the replaced ones.
     order = np.argsort([*heads.remaining, *heads.replaced])
     return jnp.concatenate([attended, recurrent.astype(attended.dtype)], axis=2)[
         :, :, order
@@ -219,9 +219,9 @@ def in_even_groups(
 ) -> tuple[Float[Array, "B T N E"], np.ndarray]:
     """Lays query heads out so that each key head has as many, as attention wants them.
 
-    Groups that lost more heads are filled up with queries of zero, whose results nobody
-    reads. So keys and values are read where they lie: repeating them for every query
-    head instead would copy the whole cache at each decoded token.
+    Groups that lost more heads are padded with zero queries, whose results are unused.
+    So keys and values are read in place: repeating them for every query head would copy
+    the full cache at each decoded token.
 
     Returns:
       The queries, and the place of each remaining head among them.

@@ -12,7 +12,7 @@ from recurjax.variants.transformer.config import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MambaConfig(RangeChecks):
-    """The mixer that stands in for a layer's replaced heads.
+    """The mixer that replaces some heads of a layer.
 
     Its width is that of the heads it replaces, d_m = n E. Source: Gu and Dao 2023, with
     RecurFormer's sizes (appendix B).
@@ -36,10 +36,10 @@ class RecurFormerConfig(StackFacts):
     """A Transformer some of whose query heads are replaced by one Mamba a layer.
 
     Attributes:
-      transformer: the base, whole: its norms, positions, MLPs and all its heads.
-      replaced: for each layer, the query heads that Mamba stands in for, ascending.
-        None anywhere: the base, to the bit.
-      mamba: the same sizes in every layer.
+      transformer: the complete base: its norms, positions, MLPs and all its heads.
+      replaced: for each layer, the query heads that Mamba replaces, ascending. With
+      none in any layer the model is bit-identical to the base. mamba: the same sizes in
+      every layer.
     """
 
     transformer: TransformerConfig
@@ -51,13 +51,13 @@ class RecurFormerConfig(StackFacts):
         base, H = self.transformer, self.transformer.attention.heads
         if len(self.replaced) != base.layers:
             raise ValueError(
-                f"RecurFormerConfig: replaced wants an entry for each of {base.layers} "
+                f"RecurFormerConfig: replaced needs an entry for each of {base.layers} "
                 f"layers, got {len(self.replaced)}"
             )
         for layer, heads in enumerate(self.replaced):
             if list(heads) != sorted(set(heads)) or not set(heads) <= set(range(H)):
                 raise ValueError(
-                    f"RecurFormerConfig: layer {layer} wants heads from 0 to {H - 1}, "
+                    f"RecurFormerConfig: layer {layer} needs heads from 0 to {H - 1}, "
                     f"ascending and each once, got {heads}"
                 )
             if heads and base.kind_of(layer).window is not None:
@@ -123,8 +123,8 @@ class RecurFormerConfig(StackFacts):
         """
         base, heads = self.transformer, self.heads(layer)
         a, R, K = base.attention, len(heads.remaining), len(heads.key_heads)
-        # Queries of the heads left, keys that they read, all values, the whole output
-        # matrix.
+        # Queries of the remaining heads, the keys that they read, all values, the full
+        # output # matrix.
         projections = self.width * a.head_width * (R + K + a.key_heads + a.heads)
         window = base.kind_of(layer).window
         seen = length if window is None else min(window + 1, length)

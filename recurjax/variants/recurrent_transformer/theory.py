@@ -1,4 +1,4 @@
-"""The paper's theory as programs: section 4, appendix A and the stability theorem.
+"""The paper's theory as code: section 4, appendix A and the stability theorem.
 
 A norm-free layer here is attention with logits q k / sqrt(E), branches scaled by 1 and
 a two-matrix GELU MLP without biases.
@@ -151,7 +151,8 @@ def _simulate_layer(w: LayerWeights, carry: int) -> LayerWeights:
         parts = [carried, lived] if carry == 0 else [lived, carried]
         return jnp.concatenate([*parts, scratched])
 
-    # What the MLP must write to live beside MLP(x + a): x + a - live; to scratch: -a.
+    # The MLP writes MLP(x + a) and cancels old values: x + a - live into live, -a into
+    # # scratch.
     for_live, for_scratch = stacked(eye, -eye, eye), stacked(zero, zero, -eye)
     # The Transformer's own MLP reads x + a: carry plus scratch.
     none = jnp.zeros_like(w.w_up)

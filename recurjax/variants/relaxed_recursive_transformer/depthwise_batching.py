@@ -1,4 +1,4 @@
-"""One pass through the block for rows at different loops: an engine's tick.
+"""An engine's tick: one pass through the block for rows at different loops.
 
 A row of the batch is a slot of an engine, and its T tokens are lanes, each at its own
 loop and position. No matrix is gathered by row: the additions of all loops are one
@@ -68,8 +68,8 @@ class DepthwiseBatching:
         """Makes an empty cache for `length` tokens a row.
 
         Args:
-          ahead: how many tokens may have been written behind one that still reads: the
-            ring of a window then holds so many more.
+          ahead: how many later tokens may be written before a token has finished
+          reading; windows' rings are longer by this number.
         """
         config = self.config.transformer
         a, parts = config.attention, self._cache_parts
@@ -280,7 +280,7 @@ def _seen(
         # writes the layer down first, three times the bytes.
         return stacked.reshape(L, B, N * S, *heads)[entry].reshape(B, N, S, *heads)
 
-    # One piece a row, moved whole: the other loops' parts are not touched.
+    # Move one contiguous piece per row: the other loops' parts are not touched.
     def row_at(row: Array, loop: Array) -> Array:
         # All of one dtype, as `vmap` wants them where 64-bit types are enabled.
         at = [jnp.asarray(n, jnp.int32) for n in (entry, row, loop, 0, 0, 0)]
@@ -306,13 +306,14 @@ def _read(
     T, position = q.shape[1], lanes.position
     folded = T > 1 and N > 1
     if folded:
-        # Lane l stands at loop l and reads part l: lanes are rows of a larger batch,
-        # and nothing is moved for it.
+        # Lane l is at loop l and reads part l: lanes are rows of a larger batch, which
+        # needs no # copies.
         q = q.reshape(B * T, 1, *q.shape[2:])
         position = position.reshape(B * T, 1)
         keys, values = (x.reshape(B * T, 1, *x.shape[2:]) for x in (keys, values))
-    # With several lanes on one part, slots are told by the newest token: what a lane
-    # sees has the same positions for all of them, as rings are longer by their number.
+    # With several lanes on one part, the newest token determines the slots' positions.
+    # # All lanes see the same positions, because rings are longer by the number of
+    # lanes.
     newest = position[:, 0]
     if T > 1 and not folded:
         newest = jnp.max(jnp.where(lanes.live, position, 0), axis=1)

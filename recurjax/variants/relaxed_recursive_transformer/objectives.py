@@ -83,7 +83,7 @@ class Distilled(_Uptraining):
         return _refuses_teacher(self.teacher, model)
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's: the teacher's pass forward."""
+        """Returns the extra FLOPs per token: the teacher's forward pass."""
         return _forward_flops(self.teacher, length)
 
     def __call__(
@@ -157,11 +157,11 @@ class Exits(_Uptraining):
         return None if self.frozen is None else _refuses_teacher(self.frozen, model)
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's: the exits' heads, the teacher."""
+        """Returns the extra FLOPs per token: the exits' heads and the teacher."""
         stack = model.stack
         recursive = isinstance(stack, RelaxedRecursiveTransformerConfig)
         loops = stack.loops if recursive else 1
-        # Each loop but the last has a head's product beside the model's own.
+        # Each loop but the last adds one product with the head.
         heads = 6.0 * (loops - 1) * model.stack.width * model.padded_vocabulary
         teacher = self.frozen
         return heads + (0.0 if teacher is None else _forward_flops(teacher, length))
@@ -268,7 +268,7 @@ class RandomLoops(_Uptraining):
         return None
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
-        """Counts FLOPs a token beside the model's: loops more or fewer than its own."""
+        """Returns the extra FLOPs per token of more (or fewer) loops than its own."""
         stack = model.stack
         assert isinstance(stack, RelaxedRecursiveTransformerConfig)
         each = stack.flops_per_token(length) / stack.loops
@@ -304,7 +304,7 @@ class RandomLoops(_Uptraining):
 
 
 def exit_states(model: Decoder, batch: Batch) -> list[Float[Array, "B T D"]]:
-    """Returns what the head reads after each loop, of whole rows."""
+    """Returns the head's inputs after each loop, for full rows."""
     tokens = Tokens(batch.ids, batch.segments)
     cache = model.init_cache(batch.ids.shape[0], 0)
     after, _ = exits_of(model).states(model.embed(batch.ids), cache, tokens)

@@ -310,7 +310,7 @@ class RelaxedRecursiveTransformerStack(
 
         Args:
           loops: at least 1.
-          last: gradients pass through so many of the last loops, and stop before them.
+          last: gradients pass through the last `last` loops, and stop before them.
         """
         self._check_cycle("repeating")
         cache, act = self.init_cache(x.shape[0], 0, x.dtype), run_layer(tokens)

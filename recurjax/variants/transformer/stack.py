@@ -74,7 +74,7 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first layer, and what leaves each."""
-        # A cache of length 0: whole rows, as in training.
+        # A cache of length 0: full rows, as in training.
         cache = self.init_cache(x.shape[0], 0, x.dtype)
         x = self._placed(x, cache)
         return layer_states(self.blocks, x, cache, tokens)
@@ -87,7 +87,7 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
 def empty_cache(
     config: TransformerConfig, entries: Sequence[int], batch: int, length: int, dtype
 ) -> PatternCache:
-    """Makes a cache with so many entries for each of a stack's modules.
+    """Makes a cache with as many entries as each of a stack's modules has layers.
 
     Raises:
       ValueError: learned positions end before `length`.
