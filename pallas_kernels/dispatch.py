@@ -143,7 +143,7 @@ def refusal_of_one_position(x: jax.Array) -> str | None:
     """Returns why a scan's kernels leave a decode step [B, 1, ...] alone, or None."""
     if x.shape[1] > 1:
         return None
-    return "leaves one position to xla, which fuses it with what stands around it"
+    return "leaves one position to xla, which fuses it with what surrounds it"
 
 
 def refusal_of_dtypes(arrays: Mapping[str, jax.Array], *dtypes: Any) -> str | None:

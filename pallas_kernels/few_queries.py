@@ -1,10 +1,10 @@
-"""Attention's two products for few queries, which read a cache where it lies.
+"""Attention's two products for few queries, which read a cache in place.
 
 XLA has products over batch dimensions that come first, so that [B, S, K, E] by key
 head costs a transposed copy of keys and of values. It pays off when many queries read
 the copy; for one, the copy is the step. Here all heads' keys of a token are one row of
-width K E, and a query is such a row too, zero outside its own head. That multiplies
-K times as often, beside a memory that decides how long a step takes. The zeros meet the
+width K E, and a query is such a row too, zero outside its own head. That needs K times
+the multiplications, but memory bandwidth determines a step's time. The zeros meet the
 other heads' keys: one that is infinite makes the logits of all heads NaN.
 
 On a GPU one query's products are sums, which XLA fuses with the cache's slice; what one

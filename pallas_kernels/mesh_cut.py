@@ -1,8 +1,8 @@
 """Kernels on a mesh: a call is cut by rows and by columns, each device runs its part.
 
-The compiler cannot cut a kernel: it refuses one of Mosaic's and runs one of Triton's
-whole on every device. So an op whose rows and columns (channels or heads) do not mix is
-cut here by `shard_map`, over the mesh that is set around the call.
+The compiler cannot cut a kernel: it rejects Mosaic's kernels and runs all of a Triton
+kernel on every device. So an op whose rows and columns (channels or heads) do not mix
+is cut here by `shard_map`, over the mesh that is set around the call.
 """
 
 import math
@@ -21,7 +21,7 @@ ROW_AXES, COLUMN_AXIS = ("data", "fsdp"), "tensor"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How one call lies on a mesh.
+    """How one call is sharded over a mesh.
 
     Attributes:
       mesh: the mesh that is set around the call.
@@ -58,7 +58,7 @@ def free_axes() -> dict[str, int]:
     """Returns the sizes of the mesh's axes that cut something around this call.
 
     The mesh is the one that `jax.set_mesh` has set; axes that `shard_map` has cut
-    already do not count, so that code inside it sees whole arrays.
+    already do not count, so that code inside it sees unsharded arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     described = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -70,7 +70,7 @@ def free_axes() -> dict[str, int]:
 
 
 def row_axes(rows: int) -> tuple[str, ...]:
-    """Returns the axes that cut so many rows; none where they do not divide them."""
+    """Returns the axes that shard `rows` rows; none if they do not divide them."""
     free = free_axes()
     axes = tuple(axis for axis in ROW_AXES if axis in free)
     # All or none: rows cut by some of the axes would not be the batch's own cut.
@@ -84,7 +84,7 @@ def find_cut(
 
     Args:
       rows: B.
-      columns_divide: whether so many devices can share the columns.
+      columns_divide: whether a number of devices can share the columns.
       axis: the one that cuts the columns, where the mesh has it.
     """
     mesh, free = jax.sharding.get_abstract_mesh(), free_axes()
@@ -121,8 +121,8 @@ def as_it_lies(
 ) -> jax.Array:
     """Keeps XLA from turning an array to another layout that one reader prefers.
 
-    The compiler cannot cut such a constraint either: left to it, a cut array would be
-    gathered, whole on every device. Here each device constrains its own part.
+    The compiler cannot cut such a constraint either: it would gather all of a sharded
+    array on every device. Here each device constrains its own part.
 
     Args:
       array: on a mesh cut by its rows and, where there is `tensor`, by a column axis.
@@ -168,7 +168,7 @@ def local_shapes(cut: Cut, in_specs: Any, arrays: Any) -> Any:
 
 
 def with_specs(function: Callable[[P, Any], Any], specs: Any, arrays: Any) -> Any:
-    """Returns `function(spec, leaf)` of each leaf; a spec may stand for a whole tree.
+    """Returns `function(spec, leaf)` of each leaf; a spec may apply to an entire tree.
 
     An array that is not given is None, and so is its spec: no leaf in the end.
     """

@@ -1,7 +1,7 @@
-"""What a kernel moves, told where its operands' shapes do not tell it.
+"""Declares the bytes that a kernel moves, where its operands' shapes do not show them.
 
-A compiled program names whole arrays. A kernel that reads one slot of a tile in a loop
-would seem to move the tile each time; so its launch carries the bytes in its name.
+A compiled program names complete arrays. A kernel that reads one slot of a tile in a
+loop would seem to move the tile each time; so its launch carries the bytes in its name.
 """
 
 import re
@@ -13,7 +13,7 @@ _TOLD = re.compile(r"\bmoves_(\d+)_bytes\b")
 
 
 def moving(count: int) -> AbstractContextManager:
-    """Has the launch inside told apart as one that moves so many bytes."""
+    """Marks the launch inside as one that moves `bytes` bytes."""
     return jax.named_scope(f"moves_{count}_bytes")
 
 

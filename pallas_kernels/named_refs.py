@@ -13,8 +13,8 @@ def by_name(kind: type[Named], refs: Sequence[Any], **counts: int) -> Named:
     Args:
       kind: the NamedTuple.
       refs: inputs, then outputs, then scratch, as Pallas gives them.
-      counts: of the fields that hold a tuple of so many references, perhaps none; a
-        field that is not named here holds one.
+      counts: number of references of the fields that hold a tuple of them, which may be
+      0; every other field holds one.
     """
     rest = iter(refs)
     fields: Any = kind._fields  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """Maxima, softmax and log-sum-exp of logits.
 
-XLA for CPUs takes a maximum one number at a time. Of two halves it makes whole vectors,
-so there the maximum is folded in halves until few numbers are left, which makes
-attention's forward pass at T 4096 1.25x faster (docs/benchmarks.md). On other devices
-these functions are jax's own.
+XLA for CPUs takes a maximum one number at a time. The maximum of two halves uses
+vectors, so there the maximum is folded in halves until few numbers are left, which
+makes attention's forward pass at T 4096 1.25x faster (docs/benchmarks.md). On other
+devices these functions are jax's own.
 """
 
 import jax

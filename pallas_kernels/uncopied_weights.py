@@ -74,7 +74,7 @@ def merge_by_head(
     """Computes the sum over the heads of y[h] W[h], in at least float32.
 
     Each head's product by itself: cut across the heads, for partial sums, W is copied
-    out of its stack of layers; cut between them it is read where it lies. (Two heads a
+    out of its stack of layers; cut between them it is read in place. (Two heads a
     product would halve the partial sums, but XLA gives those products to cuBLAS, for
     which it copies W again.)
     """

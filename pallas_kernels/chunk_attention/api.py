@@ -33,11 +33,11 @@ def chunk_attention(
 ) -> Float[Array, "B T H E"]:
     """Computes o[t] = softmax(scale [q[t] K[s] for s < c(t); own[t]]) [V[s]; v[t]].
 
-    Position t stands in chunk c(t) = first + t // C and sees the ends of all chunks
-    before its own; its own chunk it sees through itself only. Head h reads query group
-    h mod N. Softmax is at least float32. Source: RAT, eq. (4). One gradient covers the
-    whole softmax: parts merged through a lse-sum-exp whose gradient a library drops
-    would train wrongly without an error.
+    Position t is in chunk c(t) = first + t // C and sees the ends of all earlier
+    chunks; of its own chunk it sees only itself. Head h reads query group h mod N.
+    Softmax is at least float32. Source: RAT, eq. (4). One gradient covers the full
+    softmax: parts merged through a lse-sum-exp whose gradient a library drops would
+    train wrongly without an error.
 
     Args:
       q: queries in the frame of `ends.keys` (rotated).
@@ -123,7 +123,7 @@ def find_cut(call: ChunkAttentionCall) -> Cut | None:
     """Returns how the mesh that is set cuts the call by rows and heads, or None.
 
     Where fewer groups of queries than heads are given, head h reads group h mod N:
-    heads are cut into parts of whole rounds of the groups, and each device holds all
+    heads are cut into parts whose size is a multiple of N, and each device holds all
     groups.
     """
     groups, heads = call.q.shape[2], call.own_logits.shape[2]

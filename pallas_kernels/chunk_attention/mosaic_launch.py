@@ -1,8 +1,8 @@
 """How the TPU kernels are launched: blocks, their places, and what kernels share.
 
-Kernels see blocks [rows, E] of one head. Heads that fill whole registers (E a multiple
-of 128) are read out of [B, T, H E] in place; others go before the positions first,
-[B, H, T, E], which costs a copy.
+Kernels see blocks [rows, E] of one head. Heads that fill complete registers (E a
+multiple of 128) are read out of [B, T, H E] in place; others go before the positions
+first, [B, H, T, E], which costs a copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ LANES = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Block sizes: multiples of 128, or the whole axis.
+    """Block sizes: multiples of 128, or the full axis.
 
     Attributes:
       block_q: positions.

@@ -1,4 +1,4 @@
-"""The definition, with the whole mask; for tests, docs and bench."""
+"""The definition, with the full mask; for tests, docs and bench."""
 
 import jax
 import jax.numpy as jnp

@@ -118,7 +118,7 @@ def choose_tiles(
     """Returns sizes for B, T, H, N and E; `wide`: operands of four bytes.
 
     A program's accumulators stay within its registers: 128 x 128 float32 values for
-    eight warps, a quarter of that beside operands of four bytes. Not tuned on a device.
+    eight warps, a quarter of that with operands of four bytes. Not tuned on a device.
 
     Args:
       blocks: sizes in place of these.
@@ -237,7 +237,7 @@ def launch_kernel(
 def computed_pairs(launch: Launch, *, block_q: int, block_k: int) -> int:
     """Returns how many pairs of a position and an end the kernels compute, all heads.
 
-    Whole blocks, as the kernels take them: an end that only the block's last position
+    Counts full blocks, as the kernels run: an end that only the block's last position
     sees is computed for all of it. Where a row's number of its first chunk is an array,
     its positions may see every end and are counted so.
     """

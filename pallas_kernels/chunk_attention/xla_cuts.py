@@ -63,9 +63,9 @@ def choose_tiles(
     """Returns the tiles of each head for T and S, or None where bands are better.
 
     A tile has 512 x 512 logits, 1 MB: least CPU time on two (loaded) cores, forward at
-    T = S = 4096, beside 256 x 512, 512 x 1024 and 1024 x 1024. With fewer ends, tiles
-    are narrower and higher: those that the diagonal crosses are computed whole. A head
-    that has one tile, or few positions, would gain nothing.
+    T = S = 4096, among 256 x 512, 512 x 1024 and 1024 x 1024. With fewer ends, tiles
+    are narrower and higher: those that the diagonal crosses are computed in full. A
+    head that has one tile, or few positions, would gain nothing.
 
     Args:
       blocks: sizes in place of these; with any of them a call is cut into tiles.

@@ -125,7 +125,7 @@ class _Rows(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """One head's ends, padded to whole tiles, and what a tile needs to see them by."""
+    """One head's ends, padded to full tiles, and what a tile needs for its mask."""
 
     tiled: "_TiledCall"
     keys: Array
@@ -168,7 +168,7 @@ class _Head(NamedTuple):
 
 
 class _TiledCall:
-    """A call cut into heads, positions in tiles, ends padded to whole tiles."""
+    """A call cut into heads, positions in tiles, ends padded to full tiles."""
 
     def __init__(self, call: ChunkAttentionCall, tiles: Tiles):
         self.batch, self.length, self.heads = call.own_logits.shape

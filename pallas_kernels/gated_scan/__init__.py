@@ -1,4 +1,4 @@
-"""The gated linear recurrence, whole or restarted in chunks."""
+"""The gated linear recurrence, over full rows or restarted in chunks."""
 
 from pallas_kernels.gated_scan.api import (
     GatedScanOutputs,

@@ -197,7 +197,7 @@ def find_cut(call: GatedScanCall) -> Cut | None:
     """Returns how the mesh that is set cuts the call by rows and channels, or None.
 
     A stream narrower than the gate is tiled over the channels: where channels are cut,
-    each device holds it whole.
+    each device holds all of it.
     """
     B, _, D = call.gate.shape
     widths = [v.shape[2] for v in call.values]

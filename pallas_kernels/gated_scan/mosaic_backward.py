@@ -225,12 +225,12 @@ def _backward_kernel(*refs, launch: Launch):
         return 0
 
     jax.lax.fori_loop(0, launch.D // LANES // launch.together, groups, 0)
-    # 3. A narrow stream's sums over its tiles are whole only after the last group.
+    # 3. A narrow stream's sums over its tiles are complete only after the last group.
     for ref, sums, width in summed:
         for k in range(width // LANES) if width < launch.D else ():
             ref[:, k * LANES : (k + 1) * LANES] = sums[k].astype(ref.dtype)
 
-    # 4. What has flowed through the whole row is the gradient of its initial state.
+    # 4. The gradient after the full row is that of its initial state.
     @pl.when(block == 0)
     def _():
         for n in range(N):

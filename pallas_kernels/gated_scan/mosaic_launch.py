@@ -160,8 +160,8 @@ def choose_tiles(
     """Returns the cut for D channels of some streams.
 
     A block's float32 inputs and outputs, two buffers each, stay within half of VMEM.
-    Chunks are stretches when a block of 8 of them fits and pays; else, as in a whole
-    sequence, stretches are linked and positions are told where to reset.
+    Chunks are stretches when a block of 8 of them fits and pays; else, as in a full
+    sequence, stretches are linked and positions know where to reset.
 
     Args:
       blocks: a stretch in place of this.

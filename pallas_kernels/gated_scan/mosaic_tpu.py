@@ -201,7 +201,7 @@ def _lengths(call: GatedScanCall):
 
 
 def _whole_lanes(v, D: int):
-    """Tiles a stream of odd width to D channels, and those to whole registers."""
+    """Tiles a stream of odd width to D channels, and those to full registers."""
     if v.shape[2] % LANES == 0:
         return v
     return _padded(jnp.tile(v, (1, 1, D // v.shape[2])))
@@ -214,6 +214,6 @@ def _narrow(wide, width: int):
 
 
 def _padded(x):
-    """Pads the channels to whole registers."""
+    """Pads the channels to full registers."""
     missing = -x.shape[-1] % LANES
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -163,8 +163,8 @@ def _forward_kernel(*refs, launch: Launch):
                 products = [h * at_group(q, m) for m, h in enumerate(states[-1])]
                 sums = [jnp.sum(x, axis=1, keepdims=True) for x in products]
                 program.write(ref, t, sums, inside)
-            # A padded row's last state is that of its last own position, which lies
-            # in the middle of somebody's stretch: who passes it writes it.
+            # A padded row's last state is that of its last own position, which is
+            # inside some stretch: the program that passes it writes it.
             if last is not None:
                 ends = t == last if inside is None else (t == last) & inside
                 for ref, parts in zip(at.finals, states, strict=True):

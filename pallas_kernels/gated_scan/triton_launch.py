@@ -17,7 +17,7 @@ from pallas_kernels.powers import refusal_of_size
 ENOUGH_PROGRAMS = 2048
 """Programs of one warp that fill a data-centre GPU: 16 on a multiprocessor."""
 SHORTEST_BLOCK = 64
-"""Positions; blocks of a whole sequence are longer, so that summaries stay small."""
+"""Positions; blocks of a full sequence are longer, so that summaries stay small."""
 MOST_TILES = 16
 """Tiles of a narrow stream that one program owns, at most."""
 
@@ -117,7 +117,7 @@ class Launch:
         return [jnp.zeros(shape)] * (self.D // self.width // self.together)
 
     def line(self, lines: int) -> tuple[int, int, int]:
-        """Returns the shape of so many lines of the gate's channels."""
+        """Returns the shape of `lines` lines of the gate's channels."""
         return lines, self.D // self.width, self.width
 
     @property
@@ -159,8 +159,8 @@ def choose_tiles(
 ) -> Tiles:
     """Returns the cut for B rows of T positions and D channels, by heads if any.
 
-    Chunks are as many programs as they are. A whole sequence stays whole where batch
-    and channels fill the device: then every input is read once.
+    Each chunk is a program. A full sequence is not cut if batch and channels fill the
+    device: then every input is read once.
 
     Args:
       blocks: sizes in place of these.
@@ -172,7 +172,7 @@ def choose_tiles(
         cut = _channels(D, width, 0 if flows else head, given)
         return Tiles(positions=min(stretch, T), linked=flows, **cut)
     # Chunks as they are, where they are short or already many; few long ones are cut
-    # like a whole sequence, and the state is reset between them.
+    # like a full sequence, and the state is reset between them.
     if chunk is not None and chunk < T:
         cut = _channels(D, width, head, given)
         programs = B * (width // cut["channels"]) * -(-T // chunk)
@@ -181,7 +181,7 @@ def choose_tiles(
     cut = _channels(D, width, 0, given)
     columns, unroll = B * max(1, width // cut["channels"]), cut["unroll"]
     stretches = max(1, min(ENOUGH_PROGRAMS // columns, T // SHORTEST_BLOCK))
-    # Whole turns, so that only the last stretch asks for each position if it is there.
+    # Full turns, so that only the last stretch checks whether each position exists.
     positions = -(-T // stretches)
     positions = -(-positions // unroll) * unroll
     return Tiles(positions=positions, linked=True, **cut)
@@ -233,7 +233,7 @@ def launch_kernel(
     *arguments: jax.Array,
     out_shape: Sequence[jax.ShapeDtypeStruct],
 ) -> Sequence[jax.Array]:
-    """Runs a kernel body once for every program; it addresses whole arrays itself."""
+    """Runs a kernel body once for every program; it addresses full arrays itself."""
     # No blocks: a program reads a few channels of a position, and when, itself.
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(

@@ -1,4 +1,4 @@
-"""Where a Triton program stands, and how it reads and writes there."""
+"""A Triton program's indices, and how it loads and stores there."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from pallas_kernels.gated_scan.triton_launch import GateInputs, Launch
 Array = jax.Array
 Tiled = list[Array]
 """One array [tiles, channels] for each group of tiles that a program owns; for a narrow
-stream one [1, channels]. Triton's compiler looks at all operations anew for each load
-and store: tile by tile that takes it tens of seconds."""
+stream one [1, channels]. Triton's compiler visits all operations for each load and
+store: tile by tile that takes it tens of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class ScanProgram:
 
     @classmethod
     def here(cls, launch: Launch) -> "ScanProgram":
-        """Returns where this program stands: neighbours have neighbouring channels."""
+        """Returns this program's indices: neighbours have neighbouring channels."""
         # Neighbours in memory run side by side, so that they share its lines.
         n = pl.program_id(0)
         place = n // launch.columns

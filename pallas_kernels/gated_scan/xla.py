@@ -2,7 +2,7 @@
 
 On CPU: one loop of T turns, restarted every C positions; a turn costs a microsecond or
 less there, and memory is read in its own order. Elsewhere a turn costs launches. Within
-chunks: one loop of C turns over all chunks at once. Over the whole sequence: blocks of
+chunks: one loop of C turns over all chunks at once. Over the full sequence: blocks of
 `_BLOCK` positions: their summaries in parallel, an associative scan of the T / `_BLOCK`
 summaries, then the blocks again from their true states. The second pass reads the
 inputs again and needs no array of products.
@@ -120,7 +120,7 @@ def backward(
 
 
 def _block(call: GatedScanCall) -> int:
-    """Returns the positions of a block of a whole sequence."""
+    """Returns the positions of a block of a full sequence."""
     given = call.options.blocks.given()
     return min(given.get("stretch", _BLOCK), call.gate.shape[1])
 
@@ -133,7 +133,7 @@ def blocked_forward(
     *,
     size: int,
 ):
-    """Runs one recurrence over the whole sequence, block after block."""
+    """Runs one recurrence over the full sequence, block after block."""
     T, dtype = gate.shape[1], initial[0].dtype
     gate, values, starts = _fold_inputs(gate, values, starts, size)
     # What each block makes of any state; folded, that gives each block's own first

@@ -65,15 +65,15 @@ def recurrent_prefill(
       cache: of the positions before; of length 0: training, from position 0.
       spec: every switch of the layer.
       rows: lengths and segments; None: full rows of one document.
-      schedule: "naive": position by position over the whole prefix; "prefix": each
-        tile first meets all earlier ones; "wavefront": the same for all L layers at
-        once, each one tile behind the one below. A name means one order of work on
-        every backend; all give the same result up to rounding. None: a wavefront where
-        launches would take most of a training call on a GPU
-        (`choose_schedule`), else prefix.
+      schedule: "naive": position by position over the full prefix; "prefix": each tile
+        first meets all earlier ones; "wavefront": the same for all L layers at once,
+        each one tile behind the one below. A name means one order of work on every
+        backend; all give the same result up to rounding. None: a wavefront where
+        launches would take most of a training call on a GPU (`choose_schedule`), else
+        prefix.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
-      blocks: how kernels cut the call beside that; what is None they choose.
+      blocks: how kernels cut the call apart from that; None: they choose.
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Returns:

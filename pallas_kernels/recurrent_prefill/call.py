@@ -125,7 +125,7 @@ class LayerWeights(NamedTuple):
 
 
 class RecurrentCache(NamedTuple):
-    """Pairs that later positions read, and where each row stands.
+    """Pairs that later positions read, and each row's position.
 
     Slot s holds position s. S = 0 is the training cache: it keeps nothing, and every
     row starts at position 0.
@@ -194,7 +194,7 @@ def empty_cache(
 
 
 class Rows(NamedTuple):
-    """What is known of the rows beside their activations.
+    """Lengths and segments of the rows.
 
     Attributes:
       lengths: how many of the T positions of a row are real, the rest is padding on the
@@ -208,7 +208,7 @@ class Rows(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads beside the op's inputs: O(T) a layer.
+    """What the backward pass reads apart from the op's inputs: O(T) a layer.
 
     The input of layer l > 0 is z[l - 1].
 
@@ -225,7 +225,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes(GivenSizes):
-    """How a backend's kernels cut a call beside `tile`; None: the backend chooses.
+    """How a backend's kernels cut a call, apart from `tile`; None: the backend chooses.
 
     Attributes:
       rows: rows of the batch in one program.
@@ -317,9 +317,9 @@ def refusal_of_kernels(call: RecurrentPrefillCall) -> str | None:
     if call.options.stages.count > 1:
         return "runs no layers on several stages"
     if call.x.shape[1] == 1 and call.cache.slots:
-        # A tile's prefix is laid out for whole programs of rows, the cache with it: a
-        # decode step of one row would move many times what it reads.
-        return "leaves a decode step to xla, which reads the cache where it lies"
+        # A tile's prefix, and the cache with it, is padded to full programs of rows: a
+        # decode # step of one row would move many times what it reads.
+        return "leaves a decode step to xla, which reads the cache in place"
     if call.spec.block != 1:
         return f"runs blocks of one position, got block={call.spec.block}"
     if call.spec.dtype == "float64" or call.x.dtype == jnp.float64:

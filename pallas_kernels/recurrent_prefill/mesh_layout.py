@@ -1,4 +1,4 @@
-"""How the op lies on a mesh: rows are cut, and the layers of a wavefront.
+"""Shards the op over a mesh: rows are cut, and the layers of a wavefront.
 
 Left to the compiler, the weights' gradients would be summed over the devices once a
 tile, and no kernel would be cut at all. Here the devices meet once a call, and stages
@@ -31,17 +31,16 @@ _ROWS_AXIS = {"triton": 1, "mosaic_tpu": 1, "xla": 2}
 def find_cut(call: RecurrentPrefillCall) -> Cut | None:
     """Returns how the call is cut on the mesh that is set; None: it is not.
 
-    A batch that the devices do not divide is computed whole on each of them; stages
+    A batch that the devices do not divide is computed in full on each of them; stages
     always divide the layers, `check_stages` has seen to that.
     """
-    # The layers take the place of columns: the one axis beside the rows that cuts a
-    # call.
+    # Layers take the place of columns: the only axis besides the rows that cuts a call.
     return mesh_cut.find_cut(call.x.shape[0], lambda stages: True, axis=LAYER_AXIS)
 
 
 def specs(cut: Cut, call: RecurrentPrefillCall, backend: str) -> Specs:
     """Returns how the call and a backend's results lie on the mesh."""
-    # x is whole on every stage: the first one reads it. A stage's part of dx is zero
+    # Every stage holds all of x: the first one reads it. A stage's part of dx is zero
     # unless it is the first, and the frame adds the parts up.
     by_row, of_cache = P(cut.by_row), cache_specs(cut)
     # Positions lie before the rows where a loop over tiles wrote them one by one.

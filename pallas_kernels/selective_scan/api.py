@@ -64,7 +64,7 @@ def selective_scan(
       lengths: how many positions of a row are real; the others, on the right, leave
         the state as it is, and their y has no meaning. None: all.
       chunk: in positions; changes memory and time, not the result.
-      blocks: how kernels cut the call beside that; what is None they choose.
+      blocks: how kernels cut the call apart from that; None: they choose.
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:

@@ -1,9 +1,9 @@
 """TPU path: one kernel a pass; the state stays in VMEM from block to block.
 
-Channels lie along the lanes, a channel's N states along the sublanes. b and c come
+Channels are along the lanes, a channel's N states along the sublanes. b and c come
 transposed, [B, N, T]: a position's weights are then a column that is rolled into the
 first lane and spread over all channels. What has no past (softplus, the gate, D u) is
-computed for a whole block of positions at once. From top to bottom: sizes and launch,
+computed for a full block of positions at once. From top to bottom: sizes and launch,
 the kernels of both passes, the backend.
 """
 
@@ -365,7 +365,7 @@ def backward_kernel(*refs, launch: Launch):
     positions = slice(launch.positions)
     delta, of_input = delta_rows[positions, :], of_input_rows[positions, :]
     du = delta * of_input + ins.skip[...] * dy
-    # Past the row's end nothing was written: what lies there is no gradient.
+    # Past the row's end nothing was written: the values there are not gradients.
     inside = _inside(launch, block)
     ddt = jnp.where(
         inside,

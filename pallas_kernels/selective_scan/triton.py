@@ -200,7 +200,7 @@ class BlockProgram:
 
     @classmethod
     def here(cls, launch: Launch) -> "BlockProgram":
-        """Returns where this program stands: neighbours have neighbouring channels."""
+        """Returns this program's indices: neighbours have neighbouring channels."""
         n = pl.program_id(0)
         return cls(
             launch=launch,
@@ -350,8 +350,7 @@ def backward_kernel(launch: Launch, ins: Arrays, kept_ref, dy_ref, d_final_ref, 
         dz = d_out * y * gate * (1 + z * (1 - gate))
         program.write(dz_ref, s.t, dz, s.inside)
         program.write_part(dc_ref, s.t, jnp.sum(after * dy[None, :], axis=1), s.inside)
-        # 2. All that is asked of the state after this position: by y, and by later
-        # ones.
+        # 2. The gradient of the state after this position: from y, and from later ones.
         g = dh + c[:, None] * dy[None, :]
         d_input = g * (s.delta * s.u)[None, :]
         program.write_part(db_ref, s.t, jnp.sum(d_input, axis=1), s.inside)

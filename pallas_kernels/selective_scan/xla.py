@@ -110,7 +110,7 @@ def backward(
 
 
 class _Steps(NamedTuple):
-    """What the loops read, positions padded to whole chunks: there the step is 0.
+    """The loops' inputs, positions padded to full chunks, where the step is 0.
 
     Attributes:
       delta: s, [B, T, I].
@@ -133,7 +133,7 @@ class _Steps(NamedTuple):
 
     @classmethod
     def of(cls, call: SelectiveScanCall, chunk: int) -> "_Steps":
-        """Lays them out for a walk in chunks of so many positions."""
+        """Lays them out in chunks of `chunk` positions."""
         u, starts = call.u, call.starts
         dtype = jnp.promote_types(u.dtype, jnp.float32)
         T = u.shape[1]

@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
         known = ", ".join(BENCHES)
         hint = f"did you mean {near[0]}?" if near else f"known: {known}"
         raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
-    # Imported when it is asked for: a bench brings its variant and jax with it.
+    # Imported on demand: a bench imports its variant and jax.
     bench, measured = _load(BENCHES[options.what]), []
     for row in bench.rows(
         large=options.large, dtype=options.dtype, repeats=options.repeats

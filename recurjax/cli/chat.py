@@ -55,7 +55,7 @@ Talks with the model of a run directory, in the terminal; without a chat templat
 continues texts. recurjax chat --help lists the options."""
 
 HELP = """\
-/system [TEXT]    begin anew with this system prompt; alone: show it
+/system [TEXT]    start again with this system prompt; alone: show it
 /reset            forget what was said, but not the system prompt
 /retry            answer the last text again
 /temperature [X]  0 is greedy; alone: show it
@@ -86,7 +86,7 @@ class ChatOptions(RangeChecks):
       states_gib: memory for the talk's state, so that a turn reads only what is new.
       seed: None: another one each time.
       step: the checkpoint of this training step; None: the newest.
-      mesh: devices that the model lies on.
+      mesh: devices of the model.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -176,7 +176,7 @@ class ChatSession:
         return first.get("content") if first.get("role") == "system" else None
 
     def set_system(self, text: str) -> None:
-        """Begins anew with a system prompt; an empty one is none.
+        """Starts again with a system prompt; an empty one is none.
 
         Raises:
           UserError: the model has no chat template.
@@ -212,7 +212,7 @@ class ChatSession:
         """Answers the last text again, with other random numbers.
 
         Raises:
-          UserError: nothing was asked yet.
+          UserError: there is no text to answer again.
         """
         if [message["role"] for message in self.messages[-2:]] != ["user", "assistant"]:
             raise UserError("there is nothing to answer again")
@@ -516,7 +516,7 @@ class _Terminal:
     def _system(self, text: str) -> None:
         if text:
             self._talk.set_system(text)
-            _tell("(begun anew)")
+            _tell("(started again)")
         else:
             _tell(f"system: {self._talk.system or '(none)'}")
 

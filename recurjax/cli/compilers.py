@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     options = parse(CompilersOptions, argv, prog="recurjax compilers")
     needed = compilers.wanted(options.constraint)
     folders = [options.into] if options.into else compilers.places()
-    # What is there in fitting versions is used, wherever it lies.
+    # Use whatever is installed in fitting versions, in any folder.
     for folder in folders:
         if compilers.are_there(folder, needed):
             print(f"the compilers are in {folder}")

@@ -61,11 +61,11 @@ class PrepareOptions(CorpusOptions):
     """Tokenizes a corpus into a directory of ArrayRecord shards with a manifest.
 
     Attributes:
-      out: the new directory, also of a bucket; it appears whole or not at all. What was
-        stopped goes on, by the same command, after the last shard that was full.
+      out: the new directory, also of a bucket; it appears complete or not at all. The
+      same command continues a stopped preparation after its last full shard.
       validation_fraction: the last share of the bytes, kept for validation.
       shard_tokens: tokens in one file.
-      max_tokens: stops after the document that reaches so many; default: the whole
+      max_tokens: stops after the document that reaches this number; default: the full
         corpus. The validation split is a share of what was taken.
       workers: processes that tokenize; the result is the same for any number.
       part: i/n, of several machines the i-th: tokenizes one of n stretches of the
@@ -110,7 +110,7 @@ class MergeOptions:
     """Joins parts to what one process would have written, byte for byte.
 
     Attributes:
-      out: the new directory; it appears whole or not at all.
+      out: the new directory; it appears complete or not at all.
       parts: the directories of all parts, in any order.
     """
 
@@ -154,11 +154,11 @@ def run_prepare(args: list[str]) -> int:
         return 0
     options = parse(PrepareOptions, args, prog="recurjax data prepare")
     url = url_of(options.out)
-    # Asked before anything is tokenized.
+    # Check before tokenizing anything.
     if url is None:
         refuse_existing(options.out)
         return _prepare(options, options.out, str(options.out))
-    # The manifest goes last: what is not whole yet is no prepared directory.
+    # The manifest goes last: without it a directory does not count as prepared.
     with sent_folder(url, last=MANIFEST) as folder:
         return _prepare(options, folder, url)
 
@@ -194,7 +194,7 @@ def _prepare(options: PrepareOptions, out: Path, folder: str) -> int:
         choice,
         corpus,
         validation_fraction=options.validation_fraction,
-        # Of a byte-level tokenizer no token stands for less than a byte.
+        # A token of a byte-level tokenizer has at least one byte.
         used_bytes=options.max_tokens,
     )
     # A name of --eos asks for it after each document, "none" for nothing there.
@@ -251,7 +251,7 @@ def run_show(args: list[str]) -> int:
     last = (stream.tokens - 1) // options.length
     if options.first > last:
         raise UserError(f"{args[0]} has no row {options.first}: its last one is {last}")
-    # Short data have fewer rows than are asked for: then those.
+    # Short data have fewer rows than requested: show them all.
     for row in range(options.first, min(options.first + options.rows, last + 1)):
         start = row * options.length
         # The last row may be shorter.

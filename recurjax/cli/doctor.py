@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
         return 0
     if argv:
         raise UserError(f"recurjax doctor takes no arguments, got {' '.join(argv)}")
-    # Each part is asked by itself and printed as it comes: what hangs shows where.
+    # Check and print each part in turn, so that a hang shows its place.
     for title, lines in (
         ("versions", _versions()),
         ("devices", _devices()),
@@ -188,7 +188,7 @@ def _disk() -> Iterator[str]:
     else:
         folders["compiled programs and copies"] = cache
     for what, folder in folders.items():
-        # A folder that is not there yet lies on the disk of the nearest one above it.
+        # A missing folder will be on the disk of its nearest existing parent.
         there = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(there).free / 1e9
         writable = "" if os.access(there, os.W_OK) else ", not writable"

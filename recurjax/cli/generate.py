@@ -74,15 +74,15 @@ class GenerateOptions(RangeChecks):
         several times.
       bos: begin as at the start of a document, if the tokenizer has a token for that.
       prefill: "exact", or "sweeps:4": a model with a latent memory reads the prompts in
-        so many parallel sweeps; what they leave open is printed.
+        4 parallel sweeps; the remaining error is printed.
       slots: prompts of a file that are continued at once.
       json_lines: write each prompt's text to this file as it ends; the same command
-        goes on where an earlier one stopped.
+        continues where an earlier one stopped.
       exit: let tokens leave a recursive model early, by confidence:0.7, cosine:0.98 or
         head:0.9: once the likeliest token leads by more than this, a loop changes the
         state by less, or the exit head of the run is surer. A text then needs fewer
         loops.
-      missing: what becomes of the keys and values that such tokens lack: "propagate",
+      missing: how to fill the keys and values that such tokens lack: "propagate",
         "skip", or "share" for a model with loop_cache "first"; or "verify": greedy
         texts are the full model's, and early states only guess ahead. None: share where
         the model does, else propagate.
@@ -91,7 +91,7 @@ class GenerateOptions(RangeChecks):
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
       step: the checkpoint of this training step; None: the newest.
-      mesh: devices that the model lies on; of several processes the first one writes.
+      mesh: devices of the model; of several processes the first one writes.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -258,7 +258,7 @@ def _line(prompt: str, request: Request) -> dict[str, Any]:
 
 
 _DECIDE = ("max_new_tokens", "stop", "bos", "seed", "prefill")
-"""Options that decide a text, beside sampling."""
+"""Options, apart from sampling, that determine a text."""
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
@@ -364,26 +364,26 @@ class _TextLines:
         """Reads what an earlier run has left; a last line that a kill cut off goes.
 
         Args:
-          settings: what decides a text beside its prompt.
+          settings: whatever determines a text, apart from its prompt.
 
         Raises:
           UserError: the file holds something else, or texts of other settings.
         """
         self._file = file
-        # A digest stands in every line, so that texts of two settings never mix.
+        # Every line has the digest, so that texts of two settings never mix.
         text = json.dumps(settings, sort_keys=True).encode()
         self._settings = hashlib.sha256(text).hexdigest()[:16]
         self.done: dict[int, dict[str, Any]] = {}
         try:
             data = file.read_bytes() if file.exists() else b""
-            # A line without its end was cut off by a kill: its text is made anew.
+            # A kill cut off a line without its end: generate its text again.
             whole = data[: data.rfind(b"\n") + 1]
             for row, line in enumerate(whole.splitlines(), start=1):
                 self._remember(line, f"line {row} of {file}", prompts)
             if data != whole:
                 with file.open("r+b") as opened:
                     opened.truncate(len(whole))
-            file.open("ab").close()  # Told now if it cannot be written, not after work.
+            file.open("ab").close()  # Check that it can be written before any work.
         except OSError as error:
             raise UserError(f"cannot write texts to {file}: {error}") from error
 

@@ -128,8 +128,8 @@ class _RangesInHelp:
     def __call__(
         self, config: tyro.constructors.StructTypeInfo
     ) -> tyro.constructors.StructConstructorSpec | None:
-        # While it asks tyro for the fields, this rule is asked too, and leaves it to
-        # the others.
+        # Tyro calls this rule too when it lists the fields; then leave them to other
+        # rules.
         if self._busy or not dataclasses.is_dataclass(config.type):
             return None
         self._busy = True
@@ -216,7 +216,7 @@ def _check_member(default: Any, option: str) -> None:
             return
         hints = get_type_hints(type(value))
         if name not in hints:
-            lacking = name  # told by what the union's other members have
+            lacking = name  # chosen by the fields of the union's other members
             break
         path = f"{path}.{name}" if path else name
         union = tuple(m for m in get_args(hints[name]) if dataclasses.is_dataclass(m))

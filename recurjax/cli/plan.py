@@ -101,7 +101,7 @@ def run(argv: list[str]) -> int:
     # Options of the plan and fields of the experiment come mixed; a dot tells them
     # apart.
     words, fields = _split(argv[1:])
-    # Asked here: tyro's own words would show all options.
+    # Check here: tyro's own error would list all options.
     if not any(word.split("=")[0] in ("--topology", "--help", "-h") for word in words):
         raise UserError("say what to plan for: --topology v5e:16x16, h100, ...")
     options = parse(PlanOptions, words, prog=f"recurjax plan {argv[0]}")

@@ -54,31 +54,31 @@ class ServeOptions(RangeChecks):
     Attributes:
       runs: run directories, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub; each
         is served under its folder's or repository's name.
-      host: the address to listen at; by default this machine alone can ask.
+      host: the address to listen at; by default only this machine can connect.
       port: the port there; 0: any that is free.
       slots: requests that are continued at once; "auto": as many as memory holds.
       length: tokens that a slot holds, prompt and answer together; None: 4096, or what
         the model has positions for.
-      queue: requests that may wait beside those in slots; the next one is refused.
+      queue: requests that may wait for a slot; further ones are refused.
       prefill_tokens: of prompts, read at most between two looks at the others.
-      steps: tokens a slot between two looks at new requests.
+      steps: tokens per slot between two checks for new requests.
       states_gib: memory for states of conversations, so that a next turn reads only
         what is new.
       prefill: "exact", or "sweeps:4" of a model with a latent memory.
       exit: let tokens leave a recursive model early, as in `generate`; a request's
         text then needs fewer loops.
-      missing: what becomes of the keys and values that such tokens lack, as in
-        `generate`; "verify" keeps greedy texts exact.
-      top_logprobs: likeliest tokens that a request may ask for at each place.
-      echo_logprobs: also tell probabilities of prompts, where a completion asks for
-        echo and logprobs; takes a further slot's memory while it works.
+      missing: how to fill the keys and values that such tokens lack, as in `generate`;
+        "verify" keeps greedy texts exact.
+      top_logprobs: the most likely tokens that a request may get at each position.
+      echo_logprobs: also return probabilities of prompts, for completions with echo and
+        logprobs; takes a further slot's memory while it works.
       api_key_file: a file with the key that requests must bring.
       template: a chat template for runs without one.
-      cors: origins of web pages that may ask, such as http://localhost:3000.
+      cors: origins of web pages that may connect, such as http://localhost:3000.
       allowed_host: further names of this machine that clients may use; at 0.0.0.0 any
         IP address is one.
-      grace: seconds that open requests have when the server is told to end.
-      mesh: devices that each model lies on.
+      grace: seconds that open requests have when the server is stopped.
+      mesh: devices of each model.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -104,7 +104,7 @@ class ServeOptions(RangeChecks):
 
 
 def run(argv: list[str]) -> int:
-    """Runs `recurjax serve ARGV` until it is told to end, and returns its exit code.
+    """Runs `recurjax serve ARGV` until it is stopped, and returns its exit code.
 
     Raises:
       UserError: something the user can put right, said in one sentence.
@@ -131,7 +131,7 @@ def run(argv: list[str]) -> int:
     # From a file: every process of a machine can read another's command line.
     if options.api_key_file is not None:
         key = _read_key(options.api_key_file)
-    # Before the models are read: a port that is taken should be told at once.
+    # Before reading the models: report a port that is in use at once.
     bound = bind(options.host, options.port)
     served = [
         _served(name, path, options) for name, path in zip(names, runs, strict=True)
@@ -196,9 +196,9 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     head = None
     if config.exit is not None and config.exit.kind == "head":
         head = read_exit_head(path)
-    # Asked before the programs compile, as all that a user can put right.
+    # Check whatever a user can correct before compiling.
     strategy = choose_strategy(loaded.model, config, head)
-    # Told now, and not when the server is up and its engine cannot be made.
+    # Raise now, not when the server runs and cannot build its engine.
     slots_that_fit(loaded.model, config, strategy, mesh=mesh)
     # Decoding is bound by reading weights: they are held as they are multiplied, and
     # made so in the engine's thread, once.

@@ -329,8 +329,8 @@ class DataConfig:
         other corpus 0.1; of prompts with answers a share of the examples.
       seed: of the global shuffle, another permutation each epoch.
       packing_buffer: documents that best-fit packing chooses from, at least.
-      prefetch: batches made ahead of time; 0 makes each on demand. threads: that make
-      them (best-fit packing uses one).
+      prefetch: batches made ahead of time; 0 makes each on demand.
+      threads: that make them (best-fit packing uses one).
     """
 
     corpus: Corpus

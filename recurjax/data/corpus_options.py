@@ -58,10 +58,10 @@ class CorpusOptions:
         data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
         of a bucket (gs://, s3://) or one behind https://, or the word embedded for the
         Shakespeare text in the package. A folder is a TFDS data set, the output of
-      `recurjax data prepare`, or any folder: then all files below it with a known
-      ending are read. tokenizer: bytes, bytes-without-bos, bpe:SIZE or
-      nanochat-bpe:SIZE (trained on
-        the corpus, nanochat's with its split and special tokens), or the path of a
+        `recurjax data prepare`, or any folder: then all files below it with a known
+        ending are read.
+      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on the
+        corpus, nanochat's with its split and special tokens), or the path of a
         tokenizer.json or of a folder that holds a tokenizer.
       bos: the token of a tokenizer.json that begins each document, or none; default:
         the tokenizer's own.

@@ -229,9 +229,10 @@ def validation_start(
     lie inside a document.
 
     Args:
-      stream: the entire corpus. document_bytes: of each document, the sum of its
-      tokens' `token_bytes`. tokenizer: knows the bytes of a token. fraction: in [0, 1];
-      rounded down to a byte.
+      stream: the entire corpus.
+      document_bytes: of each document, the sum of its tokens' `token_bytes`.
+      tokenizer: knows the bytes of a token.
+      fraction: in [0, 1]; rounded down to a byte.
     """
     # Nothing is held back, and no token needs to be looked at.
     if fraction == 0.0:

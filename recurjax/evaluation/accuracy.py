@@ -125,16 +125,17 @@ class Accuracy(NamedTuple):
     """Shares of right answers.
 
     Attributes:
-      token: over all targets. mean_of_classes: over the tokens that were an answer, the
-      mean of each one's
+      token: over all targets.
+      mean_of_classes: over the tokens that were an answer, the mean of each one's
         share. MAD's published figure (the default average of torchmetrics).
       sequence: rows whose every answer is right; the Recurrent Transformer's figure.
       floor: `token` of the best answer without matching keys.
       slices: `token` of the rows of each slice, by names such as "pairs=8", in the
         order of their numbers.
       slice_floors: the floor of each slice.
-      answers: targets of each slice, by the same names. positions: `token` by position;
-      None without a target there. rows: rows with at least one target.
+      answers: targets of each slice, by the same names.
+      positions: `token` by position; None without a target there.
+      rows: rows with at least one target.
     """
 
     token: float
@@ -251,8 +252,8 @@ def plot_by_slice(
 
     Args:
       curves: of each model by its name, what `curves_of` found; alike in their kinds.
-      png: written atomically. trained: tokens a row in training, a line where places or
-      lengths are drawn.
+      png: written atomically.
+      trained: tokens a row in training, a line where places or lengths are drawn.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

@@ -88,7 +88,8 @@ def plot_by_position(
 
     Args:
       curves: by the name that the legend shows.
-      png: written atomically. trained: tokens a row in training.
+      png: written atomically.
+      trained: tokens a row in training.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

@@ -69,8 +69,8 @@ class CoreTask:
       items: rows with query, choices, gold; context_options, continuation, gold; or
         context, continuation.
       fewshot: solved examples before each item.
-      delimiter: between the query and its continuation. baseline: accuracy of guessing,
-      in percent.
+      delimiter: between the query and its continuation.
+      baseline: accuracy of guessing, in percent.
     """
 
     label: str
@@ -127,10 +127,13 @@ def core_of(
 
     Args:
       model: any variant.
-      tokenizer: its BOS, or else its EOS, precedes each prompt. tasks: see
-      `read_tasks`. limit: items a task; None: all. mesh: of the model; None: one
-      device. rows: read at a time. report: called with the reading and each of its
-      tasks' scores. journal: keeps the pairs' scores; None: nothing does.
+      tokenizer: its BOS, or else its EOS, precedes each prompt.
+      tasks: see `read_tasks`.
+      limit: items a task; None: all.
+      mesh: of the model; None: one device.
+      rows: read at a time.
+      report: called with the reading and each of its tasks' scores.
+      journal: keeps the pairs' scores; None: nothing does.
 
     Returns:
       The score under `AS_CALLED` and, of a model with a latent memory, also under
@@ -249,8 +252,8 @@ def score_core(
       score: the model; a task's pairs are scored in one call.
       encode: texts -> token rows, with BOS in front.
       limit: items a task, the first of a fixed shuffle; None: all.
-      longest: longer prompts lose their first tokens; None: never. report: called with
-      each task's score as it comes.
+      longest: longer prompts lose their first tokens; None: never.
+      report: called with each task's score as it comes.
 
     Raises:
       UserError: a task has too few items for its examples, or its prompts do not fit.

@@ -82,9 +82,10 @@ def score_exits(
     """Scores all rules and thresholds on a text.
 
     Args:
-      batches: returns the text's rows; each call starts again. thresholds: by rule;
-      each of them is one more reading of the text. head: for the rule "head". report:
-      called with a sentence when a rule is done.
+      batches: returns the text's rows; each call starts again.
+      thresholds: by rule; each of them is one more reading of the text.
+      head: for the rule "head".
+      report: called with a sentence when a rule is done.
 
     Raises:
       UserError: the model has no loops to leave, or the text no tokens to predict.

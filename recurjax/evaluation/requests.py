@@ -48,8 +48,8 @@ class RequestFile(NamedTuple):
     """A file's items and where they come from.
 
     Attributes:
-      task: "arc_easy/rc_0shot": the file's two parent folders. version: of the task, as
-      the config.json beside the file says; None: unknown.
+      task: "arc_easy/rc_0shot": the file's two parent folders.
+      version: of the task, as the config.json beside the file says; None: unknown.
     """
 
     task: str

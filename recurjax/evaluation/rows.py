@@ -20,12 +20,16 @@ class Row:
 
     Attributes:
       step: of the checkpoint.
-      task: its name. metric, value: the figure and its name. n: how many items (of a
-      text: tokens) it is the mean of. stderr: its standard error; None: not known.
-      limit: the most items to evaluate; None: all. seed: of the sampling; None: no
-      sampling. version: of the task. package: that defines the task or has its data,
-      with its version. floor: of a task's accuracy: the best answer without matching
-      keys. settings: whatever else changes the figure: examples shown, tokens a row.
+      task: its name.
+      metric, value: the figure and its name.
+      n: how many items (of a text: tokens) it is the mean of.
+      stderr: its standard error; None: not known.
+      limit: the most items to evaluate; None: all.
+      seed: of the sampling; None: no sampling.
+      version: of the task.
+      package: that defines the task or has its data, with its version.
+      floor: of a task's accuracy: the best answer without matching keys.
+      settings: whatever else changes the figure: examples shown, tokens a row.
     """
 
     step: int

@@ -185,10 +185,9 @@ def generate_tokens(
       seed: row r draws from the stream `row_keys(seed, B)[r]`.
       cache_length: how many tokens a row's cache can hold; None: as many as needed.
       chunk: tokens of a row in one call of the compiled loop, after which the host
-      looks for stop strings. None: 16 where text is streamed, else 64. prefill:
-      "exact", or a way of the variant's own, see `Decoder.prefill`:
-        "sweeps:N" reads the prompts of a latent recurrence in N parallel sweeps after
-        a first one.
+        looks for stop strings. None: 16 where text is streamed, else 64.
+      prefill: "exact", or a way of the variant's own, see `Decoder.prefill`: "sweeps:N"
+        reads the prompts of a latent recurrence in N parallel sweeps after a first one.
       mesh: of the model; its data and fsdp axes shard the rows if they divide them,
         else every device reads all. Each process must be given the same prompts and
         gets all tokens. None: one device.

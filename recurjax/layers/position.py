@@ -77,8 +77,8 @@ class YarnScaling(RangeChecks):
       factor: of the slow dimensions.
       length: the sequences of pretraining, in tokens.
       fast, slow: turns in `length` tokens at which the ramp begins and ends.
-      truncate: whether the ramp's ends are rounded to integer dimensions. amplitude:
-      multiplies cosine and sine, so that logits grow by its square.
+      truncate: whether the ramp's ends are rounded to integer dimensions.
+      amplitude: multiplies cosine and sine, so that logits grow by its square.
     """
 
     factor: PositiveFloat

@@ -171,8 +171,9 @@ def scan_pattern(
       groups: one cache a place, carried from layer to layer.
       places: what each place's layers are made of, the repeats on the leading axis.
       entries: which entry of its group's cache each repeat uses.
-      position: of every row, for the caches. cached: a prefill or a decode step, not
-      training. reverse: the last layer first.
+      position: of every row, for the caches.
+      cached: a prefill or a decode step, not training.
+      reverse: the last layer first.
 
     Returns:
       x, the written groups, and for each place the stacked `out` of its layers.

@@ -49,8 +49,9 @@ class ExitLosses(NamedTuple):
     Attributes:
       nats: -log p_i(target).
       from_last: KL(p_N || p_i) of all but the last, no gradient in p_N; None unless
-        requested. from_teacher: t^2 times the teacher's divergence of p_i from q, both
-        at its temperature t; None without one.
+        requested.
+      from_teacher: t^2 times the teacher's divergence of p_i from q, both at its
+        temperature t; None without one.
     """
 
     nats: Float[Array, "N B T"]

@@ -109,8 +109,8 @@ class Execution(NamedTuple):
 
     Attributes:
       instruction: what runs; never a loop, a call or a branch itself.
-      computation: the name of the one that contains it. times: how often in one call of
-      the program.
+      computation: the name of the one that contains it.
+      times: how often in one call of the program.
     """
 
     instruction: Instruction

@@ -338,8 +338,8 @@ def read_collective(
 
     Args:
       instruction: with `replica_groups` or `source_target_pairs`.
-      around: the computation that contains it, for the types of its operands. axes,
-      sizes: of the mesh; partition i is device i of the mesh in row-major order.
+      around: the computation that contains it, for the types of its operands.
+      axes, sizes: of the mesh; partition i is device i of the mesh in row-major order.
     """
     kind = instruction.opcode.removesuffix("-start")
     # A start's type is a tuple with the result; what a device gives is the operands'.

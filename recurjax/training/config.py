@@ -37,10 +37,10 @@ class TrainingConfig:
         are, to the bit: they neither decay nor have an optimizer's state. None: all.
       log_every: steps between rows of metrics.jsonl.
       checkpoint_every: steps between checkpoints; one more is made at the end.
-      keep_checkpoints: how many of the newest stay, in addition to the best. spikes:
-      when to skip a step and when to stop. profile: (first, last) step of a profiler
-      trace written into the run directory. deterministic: ask XLA for deterministic
-      operations on GPU (slower), so that runs
+      keep_checkpoints: how many of the newest stay, in addition to the best.
+      spikes: when to skip a step and when to stop.
+      profile: (first, last) step of a profiler trace written into the run directory.
+      deterministic: ask XLA for deterministic operations on GPU (slower), so that runs
         and resumed runs agree bit for bit there too.
       wandb_project: also log to this Weights & Biases project (the `wandb` extra).
       wandb_group: of that project, to which the run belongs.
@@ -109,9 +109,10 @@ class EvaluationConfig(RangeChecks):
     Attributes:
       every: steps between evaluations; 0: only after the last step.
       batch: rows at a time; None: training.batch / training.accumulation.
-      batches: how many of them; None: the full validation split. sample_prompts:
-      continued after each evaluation, into samples.txt. sample_tokens: tokens of each
-      continuation. temperature: of the continuations; 0 is greedy.
+      batches: how many of them; None: the full validation split.
+      sample_prompts: continued after each evaluation, into samples.txt.
+      sample_tokens: tokens of each continuation.
+      temperature: of the continuations; 0 is greedy.
     """
 
     every: NonNegativeInt = 0

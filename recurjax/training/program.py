@@ -113,7 +113,8 @@ def build_step(
     """Builds the training step of an experiment; nothing is compiled yet.
 
     Args:
-      experiment: the run's configuration. mesh: of real devices or of planned ones.
+      experiment: the run's configuration.
+      mesh: of real devices or of planned ones.
       peak: learning rate in place of `optimizer.learning_rate`; it may be traced, so
         that one program (of `update`) serves runs at several rates.
       data_changes: see `train_step`.

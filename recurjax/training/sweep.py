@@ -136,9 +136,9 @@ def sweep(
 
     Args:
       experiments: with names that differ.
-      root: gets results.json and results.md, rewritten after each run. console: reports
-        each run as `train` does, and the message of one that diverged. The next call
-        tries such a run again, from its last checkpoint.
+      root: gets results.json and results.md, rewritten after each run.
+      console: reports each run as `train` does, and the message of one that diverged.
+        The next call tries such a run again, from its last checkpoint.
       seeds: how many runs of each, see `seeded`. The seed changes last, so that a table
       of one seed is complete first.
 

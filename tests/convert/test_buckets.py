@@ -111,7 +111,7 @@ def test_what_differs_from_its_source_is_not_sent_and_stays_here(
         return
     assert code == 1 and dict(memory.store) == before
     message = re.search(
-        rf"nothing was sent to {STORE}/runs/llama: what was made lies in (\S+)", err
+        rf"nothing was sent to {STORE}/runs/llama: the output is in (\S+)", err
     )
     assert message is not None, err
     assert (Path(message[1]) / "config.json").is_file()

@@ -89,7 +89,7 @@ def test_commands_change_the_talk(chat, tmp_path):
     )
     assert out == "bcdef\nbcdef\n"
     said = err.splitlines()
-    assert said[1:4] == ["system: (none)", "(begun anew)", f"(3 messages in {file})"]
+    assert said[1:4] == ["system: (none)", "(started again)", f"(3 messages in {file})"]
     assert said[4:6] == ["temperature 0", "temperature 0.5"]
     assert said[6] == "recurjax: /temperature wants a number, got 'warm'"
     assert said[7].endswith("temperature: must be >= 0, got -1.0")

@@ -62,7 +62,7 @@ class Stacked(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Which slots a row's queries see, and where query 0 stands among them."""
+    """Which slots a row's queries see, and the slot of query 0."""
 
     stop: Any
     query: Any
@@ -145,7 +145,7 @@ def attend_chunk(
         jnp.maximum(most, jnp.max(new, axis=1, keepdims=True))
         for most, new in zip(old, logits, strict=True)
     ]
-    # Beside a pair that is seen others weigh exactly 0. A chunk of a cache, or of other
+    # Next to a visible pair others weigh exactly 0. A chunk of a cache, or of other
     # documents, may have none: what it adds, the tile's own pairs multiply with 0.
     p = [jnp.exp(new - most) for new, most in zip(logits, largest, strict=True)]
     read = [
@@ -204,7 +204,7 @@ def _repeated(numbers: Float[Array, "M lanes"], width: int) -> Float[Array, "M w
 class Filled(NamedTuple):
     """What a cache holds before the call, rows at positions of their own."""
 
-    keys: Any  # [B, S, H E] in HBM, whole chunks; slots beyond `start` mean nothing
+    keys: Any  # [B, S, H E] in HBM, full chunks; slots beyond `start` mean nothing
     values: Any  # [B, S, H E] in HBM
     start: Any  # [B] in SMEM: how many slots of each row are filled
     most: Any  # [B / rows] in SMEM: of that row of a program that has most
@@ -213,7 +213,7 @@ class Filled(NamedTuple):
 class Segments(NamedTuple):
     """Documents of the call's positions: no pair crosses them."""
 
-    by_row: Any  # int32 [B, 1, S] in HBM, whole chunks
+    by_row: Any  # int32 [B, 1, S] in HBM, full chunks
     position: Any  # int32 [rows, 1], those of a position's rows
 
 
@@ -227,7 +227,7 @@ class SegmentScratch(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int) -> "SegmentScratch":
-        """Returns the scratch for chunks of so many positions."""
+        """Returns the scratch for chunks of `positions` positions."""
         return cls(
             chunks=pltpu.VMEM((BUFFERS, PAIR, 1, chunk), jnp.int32),
             queries=pltpu.VMEM((2, PAIR, 1, chunk), jnp.int32),

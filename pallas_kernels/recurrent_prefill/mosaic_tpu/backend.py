@@ -1,4 +1,4 @@
-"""TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
+"""TPU path: one kernel runs a layer's complete loop with its weights in VMEM."""
 
 from collections.abc import Callable
 from dataclasses import replace

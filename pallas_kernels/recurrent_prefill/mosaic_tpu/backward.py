@@ -180,8 +180,8 @@ def mosaic_kernels(launch: Launch, segments: Int[Array, "T B"] | None) -> Kernel
     """Returns the parts of the backward loop; attention across tiles is XLA's.
 
     Args:
-      segments: documents, T whole tiles and B whole programs; None: one a row. With
-        them position 0 is the call's first.
+      segments: documents, T full tiles and B full programs; None: one a row. With them
+        position 0 is the call's first.
     """
     return Kernels(
         later_queries_backward=partial(

@@ -1,4 +1,4 @@
-"""A whole layer's forward loop as one TPU kernel: weights in VMEM, pairs in HBM."""
+"""A layer's forward loop as one TPU kernel: weights in VMEM, pairs in HBM."""
 
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ def run_layer(
     """Runs the one layer of `w` over more positions.
 
     Args:
-      x: T whole tiles, B whole programs.
+      x: T full tiles, B full programs.
       filled: what the cache holds; None: nothing, position 0 is the call's first.
       segments: documents, those of positions as [T, B, 1]; None: one a row.
       rotary: [T, B or 1, 1, rope_width / 2], where the layer has RoPE.
@@ -220,8 +220,8 @@ def _layer_kernel(
             spec,
         )
 
-    # 2. Position t reads the tile's pairs before it and its own temporary pair, which
-    # stands in the place that its persistent pair takes below.
+    # 2. Position t reads the tile's pairs before it and its own temporary pair, in the
+    # slot that its persistent pair takes below.
     scratch.tile_k[u] = inputs.own_k[...]
     scratch.tile_v[u] = inputs.own_v[...]
     if inputs.segments is not None:
@@ -317,7 +317,7 @@ def _read_tile(inputs, outputs, scratch: LayerScratch, block, u, spec: LayerSpec
         logits = jnp.where(seen, logits, HIDDEN)
         above = jnp.maximum(largest, jnp.max(logits, axis=0))
         shrink = jnp.exp(largest - above)
-        # Beside a pair that is seen others weigh exactly 0; the last chunk has the
+        # Next to a visible pair others weigh exactly 0; the last chunk has the
         # position's own.
         p = jnp.exp(logits - above[None])
         *p_wide, shrink_wide = heads.repeat(jnp.concatenate([p, shrink[None]]))

@@ -56,7 +56,7 @@ class LayerSizes:
 
     @property
     def lanes(self) -> int:
-        """Lanes of numbers by head, in whole registers."""
+        """Lanes of numbers by head, in full registers."""
         return -(-COPIES * self.heads // LANES) * LANES
 
 
@@ -93,8 +93,8 @@ def forward_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
     state = 4 * (HE + 2 * sizes.lanes)
     tile = b * rows * (2 * sizes.bytes * HE + state)
     on_their_way = sizes.bytes * HE * 2 * (PAIR * (BUFFERS * tiles.keys + b) + few * b)
-    # Blocks come twice, for the one computed on and the one on its way. What else a
-    # position computes lies in VMEM where the registers are too few.
+    # Blocks come twice, for the one computed on and the one on its way. Whatever else a
+    # position computes is in VMEM where the registers are too few.
     position = rows * 2 * (4 * (2 * D + sizes.lanes) + sizes.bytes * 4 * HE)
     between = rows * 4 * (4 * D + 4 * HE + 4 * COLUMNS)
     return sizes.weights + tile + few * b * state + on_their_way + position + between
@@ -224,7 +224,7 @@ def launch_kernel(
         interpret=launch.interpret,
         compiler_params=pltpu.CompilerParams(
             # Row tiles share nothing: the two cores of a v5p take turns. A row tile's
-            # sequence lies in one core's scratch.
+            # sequence is in one core's scratch.
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=launch.vmem,
         ),
@@ -234,7 +234,7 @@ def launch_kernel(
 
 
 def resident(array: jax.Array) -> pl.BlockSpec:
-    """Returns the whole array, read once and kept in one buffer."""
+    """Returns the full array, read once and kept in one buffer."""
     return pl.BlockSpec(
         array.shape,
         lambda i, j: (0,) * array.ndim,

@@ -3,8 +3,8 @@
 A step takes one tile of each of L layers, layer l a tile behind layer l - 1 as in the
 forward loop, from the last tile to the first. The tile's keys first take their
 gradients from the queries of later tiles; then the backend's kernels run through its
-positions in reverse; then the gradients of the weights and of x are formed for the
-whole tile.
+positions in reverse; then the gradients of the weights and of x are formed for the full
+tile.
 
 XLA forms these, for many rows at once: rows are [L, ..., width], as in `equations`;
 operands of products are in spec.dtype and accumulate in float32.
@@ -153,8 +153,8 @@ def recompute(
     rotary: Rotary | None,
 ) -> Known:
     """Works out a layer's inner values from its input, output and attended values."""
-    # The forward pass kept a layer's output and what it attended; all between follows
-    # from them and the input, for a whole tile in a few large products.
+    # The forward pass kept a layer's output and what it attended; everything between
+    # follows from them and the input, for a full tile in a few large # products.
     y = x + spec.residual_scale * linear(attended, w.w_out, w.b_out)
     normed = pre_norm(y, w.mlp_norm, spec)
     pre = linear(normed, w.w_in, w.b_in)
@@ -362,7 +362,7 @@ KernelsOf = Callable[[Active | None], Kernels]
 
 
 class LayerTape(NamedTuple):
-    """What the forward pass kept, and its cotangents, T whole tiles, positions first.
+    """What the forward pass kept, and its cotangents, T full tiles, positions first.
 
     Attributes:
       x: input of each layer, [L, T, B, D].

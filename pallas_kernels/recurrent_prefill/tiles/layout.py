@@ -1,7 +1,7 @@
 """How rows, positions and cached pairs are laid out for the Pallas kernels.
 
-Kernels read whole programs of rows and whole tiles of positions; what is added is
-zeros, which no norm makes infinite, and is cut off again.
+Kernels read full programs of rows and full tiles of positions; what is added is zeros,
+which no norm makes infinite, and is cut off again.
 """
 
 from dataclasses import dataclass
@@ -65,13 +65,13 @@ class Tiles:
     keys: int
 
     def pad_rows(self, array: Num[Array, "..."], *, batch: int) -> Num[Array, "..."]:
-        """Pads axis `batch` to whole programs."""
+        """Pads axis `batch` to full programs."""
         return _pad_to(array, batch, self.rows)
 
     def whole_tiles(
         self, rows: Num[Array, "..."], *, time: int, batch: int
     ) -> Num[Array, "..."]:
-        """Pads axis `time` to whole tiles and axis `batch` to whole programs."""
+        """Pads axis `time` to full tiles and axis `batch` to full programs."""
         return self.pad_rows(_pad_to(rows, time, self.tile), batch=batch)
 
     def start(self, cache: RecurrentCache) -> Int[Array, " rows"]:
@@ -82,7 +82,7 @@ class Tiles:
     def rotation(
         self, cache: RecurrentCache, positions: int, spec: LayerSpec
     ) -> Rotary | None:
-        """Returns cos and sin of whole tiles, [T, rows or 1, 1, rope_width / 2].
+        """Returns cos and sin of full tiles, [T, rows or 1, 1, rope_width / 2].
 
         Without a cache all rows stand at the same positions: one serves for all.
         """
@@ -95,8 +95,8 @@ class Tiles:
     ) -> tuple[int, int, int, int]:
         """Returns the shape of the training cache's keys: `cached_slots` lays it out.
 
-        As many slots as whole tiles have positions, the last tile being written whole,
-        and whole chunks.
+        As many slots as the full tiles have positions, because the last tile is written
+        in full, rounded up to full chunks.
         """
         whole = -(-positions // self.tile) * self.tile
         whole += -whole % self.keys
@@ -105,10 +105,10 @@ class Tiles:
     def cached_slots(
         self, cache: RecurrentCache, positions: int, spec: LayerSpec
     ) -> tuple[Float[Array, "L rows S KE"], Float[Array, "L rows S KE"]]:
-        """Lays keys and values out as [L, rows, S, K E], S whole chunks.
+        """Lays keys and values out as [L, rows, S, K E], S full chunks.
 
-        The training cache gets as many slots as whole tiles have positions: the last
-        tile is written whole.
+        The training cache gets as many slots as the full tiles have positions: the last
+        tile is written in full.
         """
 
         def lay_out(pairs: Array) -> Array:
@@ -144,8 +144,7 @@ def put_in_slots(
     Args:
       start: how many slots of each row are filled, [B].
       done, active: by layer, [L].
-      positions: T; what lies beyond, and what a layer that is not active computed, is
-        dropped.
+      positions: T; entries beyond it, and results of inactive layers, are dropped.
     """
     L, b, B, _ = new[0].shape
     # Out of range: dropped.
@@ -166,10 +165,10 @@ def put_in_order(
     first: Int[Array, ""] | int,
     positions: int,
 ) -> tuple[Float[Array, "L B S KE"], Float[Array, "L B S KE"]]:
-    """Does what `put_in_slots` does where every row and layer stands at `first`.
+    """Does what `put_in_slots` does where every row and layer is at `first`.
 
-    Slots of one place are one slice, which is written where it lies; to scatter by row
-    and layer XLA would first turn the whole of both arrays, for every tile.
+    Slots of one position are one slice, which is written in place; to scatter by row
+    and layer XLA would first transpose both arrays for every tile.
 
     Args:
       old: in training: anything from `first` on.

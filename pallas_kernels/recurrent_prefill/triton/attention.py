@@ -60,7 +60,7 @@ def attend_prefix(
     values: Float[Array, "L B S KE"],
     before: Int[Array, "L B"],
 ) -> TileSoftmax:
-    """Starts a tile's softmax: each query's temporary pair, then the whole prefix.
+    """Starts a tile's softmax: each query's temporary pair, then the full prefix.
 
     Args:
       q: queries [L, b, B, H E].
@@ -96,7 +96,7 @@ def attend_prefix(
         ],
         out_specs=[scalar, scalar, head_spec(b, E)],
         out_shape=[rows, rows, jax.ShapeDtypeStruct(q.shape, jnp.float32)],
-        # The prefix grows from tile to tile: half of the slots over a whole call.
+        # The prefix grows from tile to tile: half of the slots over a full call.
         reads={4: 0.5, 5: 0.5},
         warps=launch.query_warps(),
         stages=2,
@@ -183,7 +183,7 @@ def attend_earlier(
       first: the sub-tile's first position in the call. The pair before it is not
         finished yet: positions of the sub-tile read it themselves.
       keys, values: the tile's pairs so far.
-      running: after the prefix; written in place where the sub-tile stands.
+      running: after the prefix; written in place at the sub-tile's slots.
     """
     spec, sub = launch.spec, launch.tiles.sub_tile
     L, b, B, _ = q.shape
@@ -242,7 +242,7 @@ def _earlier_kernel(refs: EarlierRefs, *, spec, sub):
 
     def attend_sub_tile(s, running):
         at = s * sub + jax.lax.iota(jnp.int32, sub)
-        # Position 0 lies in slot 1.
+        # Position 0 is in slot 1.
         slots = pl.ds(s * sub + 1, sub)
         k, v = refs.keys[slots, :], refs.values[slots, :]
         return _read(running, q, t, k, v, at, first - 1, slope, spec)

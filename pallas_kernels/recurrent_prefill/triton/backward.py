@@ -1,8 +1,8 @@
 """The backward of a tile on GPU: seven kernels a position, attention across tiles.
 
 Gradients of a tile are [L, b, B, width] and are written in place, slot by slot, so
-that the weights' gradients can be formed for the whole tile at once. A norm's kernel
-reads whole rows twice, for the sums and for the result; the k-norm's is spread over
+that the weights' gradients can be formed for the full tile at once. A norm's kernel
+reads full rows twice, for the sums and for the result; the k-norm's is spread over
 `own_tile_backward` and `pair_product_back`.
 
 Attention rebuilds its probabilities from the log-normalizers. With p_ij = exp(logit_ij
@@ -129,7 +129,7 @@ class _NormBackRefs(NamedTuple):
     scaled: Any  # out, [1, rows, D]: s times the new row of out
 
 
-# A program owns a few whole rows, read twice: for the sums and for the result.
+# A program owns a few full rows, read twice: for the sums and for the result.
 def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
     t = refs.t[0]
     rows, D = refs.out.shape[1:]
@@ -240,7 +240,7 @@ def pair_product_back(
 
     The k-norm's backward takes off each row its mean along the unit keys (and, of a
     layer norm, its mean): after the product that is a number a row times what W_k makes
-    of the unit keys (and of ones), which the whole tile has at once.
+    of the unit keys (and of ones), which the full tile has at once.
 
     Args:
       pair: factor scale dk[t] and dv[t].
@@ -396,7 +396,7 @@ def later_queries_backward(
         in_specs=[scalar, scalar, tile, tile, queries, queries, scalars, scalars],
         out_specs=[tile, tile],
         out_shape=[jax.ShapeDtypeStruct(keys.shape, jnp.float32)] * 2,
-        # Later queries are half of all, over a whole call.
+        # Later queries are half of all, over a full call.
         reads=dict.fromkeys((4, 5, 6, 7), 0.5),
         warps=launch.query_warps(),
         stages=2,

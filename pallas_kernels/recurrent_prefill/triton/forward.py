@@ -83,8 +83,8 @@ def run_layers(
     """
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape
-    # One layer runs its whole tiles in the loop and the rest after it, so that no
-    # kernel is launched for padding. A wavefront pads the last tile: layers overlap.
+    # One layer runs its full tiles in the loop and the rest after it, so that no kernel
+    # is launched for padding. A wavefront pads the last tile: layers overlap.
     whole = T // b if L == 1 else -(-T // b)
     tiles = jnp.pad(x[: whole * b], ((0, (whole * b) - min(T, whole * b)), *NO_PAD))
     tiles = tiles.reshape(whole, 1, b, B, D)
@@ -224,8 +224,8 @@ def run_layer(
 ) -> TritonOutputs:
     """Does what `run_layers` does for one layer, a tile after the other.
 
-    Positions read x and write z where they stand in the whole: but for the rows that
-    become q, k and v nothing is cut out, and nothing joined or filled with zeros.
+    Positions read x and write z in place. Except for the rows that become q, k and v,
+    nothing is sliced, concatenated or padded.
 
     Args:
       residuals: whether attended rows and lse are returned of all positions.
@@ -293,7 +293,7 @@ def run_positions(
     *,
     first: int | None = None,
 ) -> tuple[Buffers, tuple[Float[Array, "L 1 B KE"], Float[Array, "L 1 B KE"]]]:
-    """Runs `count` positions of a tile; returns the last one's pair beside the buffers.
+    """Runs `count` positions of a tile; returns the last one's pair and the buffers.
 
     Args:
       x: rows of all positions, or of the tile.
@@ -307,7 +307,7 @@ def run_positions(
     q, own_k, own_v = queries_and_pairs(tile, w, spec)
     before = (start + done[:, None]).astype(jnp.int32)
     running = attend_prefix(launch, q, own_k, own_v, keys, values, before)
-    # XLA would make constants anew at every position.
+    # XLA would compute constants again at every position.
     vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
     apart = folded is None
     if folded is None:
@@ -409,7 +409,7 @@ def run_positions(
 
 
 def _unskew(rows: Array, whole: int) -> Array:
-    """Turns [steps, L, b, ...] of the skewed loop into [L, whole b, ...]."""
+    """Turns [steps, L, b, ...] of the skewed loop into [L, full b, ...]."""
     L, b = rows.shape[1:3]
     layers = [
         rows[l : l + whole, l].reshape(whole * b, *rows.shape[3:]) for l in range(L)

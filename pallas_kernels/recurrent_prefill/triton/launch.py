@@ -24,8 +24,8 @@ _LEAST = 16
 _TILE_IN_REGISTERS = 32 * 4 * 64
 """Elements of a block [b, rows, E], three of which four warps hold without a spill."""
 QUERIES = 32 * 64 * 4
-"""Bytes of a tile's queries of one row and head beside which four warps hold chunks of
-64 keys. With twice of them in float32 they spill, and `query_kernel` takes 106,496
+"""Bytes of a tile's queries of one row and head with which four warps still hold chunks
+of 64 keys. With twice of them in float32 they spill, and `query_kernel` takes 106,496
 bytes of shared memory, where a block of 8.6 may have 101,376."""
 
 
@@ -83,11 +83,11 @@ def choose_tiles(
     sub_tile = given.get("sub_tile", min(tile, _LEAST))
     # A matrix unit takes at least 16 rows.
     rows = given.get("rows", min(max(next_power(batch), _LEAST), 128))
-    # Beside 64 rows in float32 the forward products of 128 columns spill on 8.0.
+    # With 64 rows in float32 the forward products of 128 columns spill on 8.0.
     spills = direction == "forward" and rows == 64 and itemsize == 4
     columns = given.get("columns", 64 if spills else 128)
-    # Products of float32 keep what they read in registers: beside 64 rows they spill at
-    # a depth of 64, beside 128 at 32.
+    # Products of float32 keep their operands in registers: with 64 rows they spill at a
+    # # depth of 64, with 128 at 32.
     depth = 64 if itemsize < 4 else max(_LEAST, min(32, 2048 // rows))
     stages = 3
     if direction == "forward" and itemsize < 4 and rows <= 64:
@@ -120,9 +120,9 @@ def _attend_rows(tile: int, spec: LayerSpec) -> int:
 
 
 def _keys(tile: int, spec: LayerSpec) -> int:
-    """Returns the slots of a chunk of the prefix, beside a tile's queries."""
+    """Returns the slots of a chunk of the prefix that fit with a tile's queries."""
     queries = bytes_of_queries(max(tile, 32), spec)
-    # Beside 64 keys in float32 `prefix_kernel` spills 1,296 bytes on 8.0.
+    # With 64 keys in float32 `prefix_kernel` spills 1,296 bytes on 8.0.
     most = 64 if jnp.dtype(spec.dtype).itemsize < 4 else 32
     return max(16, min(most, 64 * QUERIES // queries))
 
@@ -208,7 +208,7 @@ class Launch:
     def columns(self, width: int, programs: int) -> int:
         """Returns the columns of one program, given how many row programs there are."""
         size = power_dividing(width, self.tiles.columns)
-        # Few rows make few programs: narrower ones occupy the whole GPU.
+        # Few rows make few programs: narrower ones occupy the full GPU.
         while size > 32 and programs * (width // size) < PROGRAMS:
             size //= 2
         return size
@@ -303,8 +303,8 @@ def launch_kernel(
       refs: where there are many, the NamedTuple in which the kernel gets them all.
       aliases: arguments, by number, that an output is written into.
       reads: the share of arguments, by number, that all programs together read, on
-        average over a tile or a call; the others they read whole, those that an output
-        is written into not at all. What crosses memory is told by it, see `moving`.
+        average over a tile or a call; the others they read in full, those that an
+        output is written into not at all. `moving` declares the bytes from it.
       writes: the same of the outputs.
     """
     run, aliases = partial(kernel, **static), aliases or {}
@@ -378,19 +378,19 @@ class Position(NamedTuple):
 
     Attributes:
       first: where its sub-tile begins.
-      behind: how far behind that it stands.
+      behind: its distance from there.
     """
 
     first: Any
     behind: Any
 
     def slot(self, ref: Any) -> jax.Array:
-        """In a kernel: where it lies in [slots, ...], of a call, a tile or one slot."""
+        """In a kernel: its index in [slots, ...], of a call, a tile or one slot."""
         return slot_of(self.first[0] + self.behind[0], ref.shape[0])
 
 
 def slot_of(position: Int[Array, ""], slots: int) -> Int[Array, ""]:
-    """Returns where a position lies among so many slots: tiles begin at whole turns."""
+    """Returns a position's slot in a ring of slots: tiles begin at full turns."""
     return jax.lax.rem(position, jnp.int32(slots))
 
 

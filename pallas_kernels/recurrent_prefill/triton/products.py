@@ -76,7 +76,7 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     """Returns what a norm subtracts from each row and what it multiplies it by.
 
     Args:
-      width: of the whole row.
+      width: of the full row.
       columns: width of one program's part.
     """
     programs, _, rows = ref.shape
@@ -161,7 +161,7 @@ def hidden_product(
     gated = w_in.shape[2] != F
     columns = launch.columns(F, L * (B // block))
     if gated:
-        # Two accumulators: in float32 beside 128 rows 64 columns spill on 8.0.
+        # Two accumulators: in float32 with 128 rows 64 columns spill on 8.0.
         columns = min(columns, 64 if jnp.dtype(spec.dtype).itemsize < 4 else 32)
     up, gate = 0, F // columns if gated else 0
     (hidden,) = launch_kernel(
@@ -266,7 +266,7 @@ def pair_product(
 
 
 def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
-    """Returns the columns of a program of the pairs' product; keys fill whole ones."""
+    """Returns the columns of a program of the pairs' product; keys fill full ones."""
     return launch.columns(width // 2, 2 * layers * (batch // launch.tiles.rows))
 
 

@@ -348,7 +348,7 @@ def finish(
 def logits_of(
     q: Float[Array, "L B K Q T E"], k: Float[Array, "L B K E S"], scale: float
 ) -> Float[Array, "L B K Q T S"]:
-    """Returns scale q k^T, [L, B, K, Q, T, S]; k lies as [L, B, K, E, S]."""
+    """Returns scale q k^T, [L, B, K, Q, T, S]; k is [L, B, K, E, S]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     logits = jnp.einsum("lbkqte,lbkes->lbkqts", q, k, preferred_element_type=wide)
     return logits * scale

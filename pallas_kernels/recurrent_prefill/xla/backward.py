@@ -415,8 +415,8 @@ def add_recurrence(
 ) -> PreparedWeights:
     """Adds what a tile's recurrence owes to w_kv, w_out and the MLP."""
     s = spec.residual_scale
-    # One contraction a weight for the whole tile: inside the loop they would be
-    # products of a few rows, and the slowest part.
+    # One contraction a weight for the full tile: inside the loop they would be products
+    # of a few rows, and the slowest part.
     hidden = activate(rows.pre, spec, gated=w.w_in.shape[-1] != w.w_down.shape[1])
     # Norms again, to get both their output and their parameters' gradient.
     normed, pull_mlp_norm = jax.vjp(lambda p: pre_norm(rows.y, p, spec), w.mlp_norm)
@@ -519,7 +519,7 @@ def run_layers_backward(
     # Steps before a layer's first tile, and after its last, run on zeros.
     late = jnp.zeros(((geometry.depth - 1) * b, *dz.shape[1:]), wide)
     # All persistent pairs at once: the forward pass kept z and not them. A tile's
-    # gradients of its own pairs are whole when the loop, in reverse, comes to it.
+    # gradients of its own pairs are complete when the reverse loop reaches it.
     buffers, dpairs = _persistent(
         residuals.z, dpersistent, w, visibility, geometry, spec
     )
@@ -637,7 +637,7 @@ def _tiles(rows: Array, *, geometry: Geometry, axis: int) -> Array:
 def _persistent(z, dpersistent, w, visibility, geometry: Geometry, spec):
     """Computes all persistent pairs again, and starts their gradients."""
     L, B = z.shape[0], z.shape[2]
-    # The pairs were not kept: they follow from z. The biases hide what lies outside a
+    # The pairs were not kept: they follow from z. The biases hide slots outside a
     # layer's positions.
     late = skew(z, geometry, axis=1)
     used = late.shape[1]

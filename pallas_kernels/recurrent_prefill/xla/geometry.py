@@ -3,8 +3,8 @@
 A call's T positions are cut into tiles of b positions, and a tile into units: a unit is
 what the recurrence handles at once, spec.block positions (1 for the Recurrent
 Transformer). With L layers in one loop, layer l runs l tiles behind layer 0: its
-position t stands in slot t + l b. Slots, not positions, index the loop's buffers, so
-that every layer reads and writes the same place at the same time.
+position t is in slot t + l b. Slots, not positions, index the loop's buffers, so that
+every layer reads and writes the same place at the same time.
 
 The layers may lie on several devices, the stages of a `shard_map`: then each device
 runs its own ones, which lag behind all layers of the stages before.

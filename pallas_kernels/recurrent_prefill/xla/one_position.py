@@ -7,10 +7,10 @@ of its input and, behind its MLP, for the persistent pair of its output. Only la
 positions read that one, so it is left to the next step, which makes both in one
 product.
 
-Products take the weights as they are given, and attention reads the cache where it
-lies: by sums of products, which XLA fuses with the layer's slice; on a CPU, where
-products of matrices are several times faster, by `few_queries`. On a GPU each product
-has an input of its own (`uncopied_weights`).
+Products take the weights as they are given, and attention reads the cache in place: by
+sums of products, which XLA fuses with the layer's slice; on a CPU, where products of
+matrices are several times faster, by `few_queries`. On a GPU each product has an input
+of its own (`uncopied_weights`).
 """
 
 from typing import Any
@@ -65,14 +65,14 @@ def forward(
     goes_on = count > 0
     slot = jnp.where(goes_on, _pending_slot(cache), cache.slots)
     batch = jnp.arange(x.shape[0])
-    # One row's scatter XLA turns into slices and a choice between two whole caches; a
+    # XLA turns one row's scatter into slices and a select between two full caches; a #
     # second row, which is dropped, keeps it a scatter.
     alone = x.shape[0] == 1
     if alone:
         slot, batch = jnp.append(slot, cache.slots + 1), jnp.zeros(2, batch.dtype)
 
-    # The cache is carried, though no layer reads another's pairs: what a loop does not
-    # change XLA turns as a whole, before the loop, to the layout that suits it best.
+    # The cache is carried, though no layer reads another's pairs: XLA converts what a
+    # loop does not change to its preferred layout before the loop.
     def layer(carry, inputs):
         x, slots = carry
         number, w, source = inputs
@@ -100,7 +100,7 @@ def forward(
         (start, (cache.keys, cache.values)),
         (numbers, weights, cache.source),
         # In a loop XLA copies each layer's weights out of the stack before it
-        # multiplies by them; a layer that has a number is read where it lies. On a CPU
+        # multiplies by them; a layer with a constant index is read in place. On a CPU
         # that gains nothing, and L layers would take L times as long to compile.
         unroll=target.current().platform != "cpu",
     )
@@ -239,7 +239,7 @@ def _merge(attended: Float[Array, "B K Q E"], w: LayerWeights, spec: LayerSpec):
 
 
 def _beside_slots(x: Array, *, slots: int | None = None) -> Array:
-    """Lays x beside a cache that is cut by slots, as few heads are; `slots` is an axis.
+    """Shards x as a cache cut by slots, as with few heads; `slots` is an axis.
 
     Left to itself, the compiler cuts queries and weights by heads, as the products
     around attention are cut, and gathers the cached pairs to meet them.

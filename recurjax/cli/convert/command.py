@@ -195,7 +195,7 @@ def _with_stores(name: str, command: Command, argv: list[str]) -> int:
             if code := command(words):
                 raise _Differs(code, words[1])
     except _Differs as differs:
-        _say(f"nothing was sent to {url}: what was made lies in {differs.folder}")
+        _say(f"nothing was sent to {url}: the output is in {differs.folder}")
         return differs.code
     _say(f"sent to {url}")
     return 0
@@ -235,7 +235,7 @@ def _here(command: str, words: list[str], stack: ExitStack) -> list[str]:
 
 def _from_hf(argv: list[str]) -> int:
     options = parse(FromHf, argv, prog="recurjax convert from-hf")
-    # Asked before a model of many gigabytes is read.
+    # Check before reading a model of many gigabytes.
     refuse_existing(options.out)
     source = fetched_checkpoint(options.source, report=_say)
     # All in one go: the model's vocabulary is what its tokenizer has.
@@ -334,7 +334,7 @@ _NOT_ASKED = NotMeasured(reason="not asked for")
 def _end(out: Path, parity: Parity | NotMeasured) -> int:
     print(f"{out}: {parity.sentence()}")
     if parity.within_tolerance:
-        # Written all the same: parity.json beside the model shows where the two part.
+        # Written anyway: parity.json next to the model shows where the two differ.
         return 0
     _say(f"recurjax: both sides differ beyond the tolerance: see {out}/parity.json")
     return 1

@@ -73,7 +73,7 @@ from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Batch
 
 BATCH = 4
-"""Texts that are measured at once: a head's weights of so many exist together."""
+"""Texts that are measured at once; their attention weights are in memory together."""
 MOST_TEXTS = 1024
 """The paper's number of texts to measure on."""
 
@@ -89,8 +89,8 @@ class ToRecurFormer:
       run: a run or an imported directory with a Transformer.
       out: the new run directory; it appears whole or not at all.
       beta: share of the heads to replace, from 0 to 1.
-      scope: heads: the most recent of the whole model; groups: whole groups of a key
-        head, which frees caches under grouped queries; layer: as many in each layer.
+      scope: heads: the most recent of the full model; groups: complete groups of a key
+      head, which frees caches under grouped queries; layer: as many in each layer.
       window: how far back counts as recent, as a share of the text's length.
       threshold: a head is recent in a text where its ratio exceeds this.
       samples: texts to measure on; None: until four looks in a row, one after every 16
@@ -102,8 +102,8 @@ class ToRecurFormer:
       seed: of its first weights.
       start: plain: as Mamba's authors start it; fitted: each layer's Mamba then learns
         on --text what the replaced heads made of the same values.
-      fit_samples: of the texts, the first so many: a layer's values and outputs of all
-        of them are in memory at once.
+      fit_samples: number of texts to fit on, from the first; a layer's values and
+        outputs of all of them are in memory at once.
       fit_steps: of each layer, on four texts.
       fit_rate: Adam's first rate there; it falls to 0.
       step: of the checkpoint; None: the newest.
@@ -202,7 +202,7 @@ def run_to_recurformer(argv: list[str]) -> int:
 def write_changed_run(
     out: Path, loaded: LoadedRun, model: Decoder, extra: Callable[[Path], None]
 ) -> None:
-    """Writes what a run has become as a run directory, whole or not at all."""
+    """Writes a changed run as a run directory, atomically."""
     # Data, optimizer and schedule stay, so that the same experiment trains on.
     objective = _fitting(loaded.experiment.objective, model.config)
     experiment = replace(
@@ -257,7 +257,7 @@ def cut_text(
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"--text: {text} cannot be read: {reason}") from error
     ids = loaded.tokenizer.encode(words)
-    # Whole rows only: in a shorter one the window would be another share.
+    # Full rows only: in a shorter one the window would be another share.
     count = len(ids) // length
     if count < 1:
         raise UserError(
@@ -394,7 +394,7 @@ def _say_fit(fit: MixerFit) -> None:
 
 
 def say(text: str) -> None:
-    """Tells beside the output."""
+    """Prints a message apart from the output."""
     print(text, file=sys.stderr)
 
 
@@ -433,7 +433,7 @@ class ToRecursive(RangeChecks):
       samples, length: how much of that text: rows, and tokens of each.
       seed: of a random block, and of additions that start from nothing.
       step: of the checkpoint; None: the newest.
-      mesh: devices that both models lie on.
+      mesh: devices of both models.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -468,7 +468,7 @@ def run_to_recursive(argv: list[str]) -> int:
         if options.text is None
         else cut_text(options.text, options.samples, options.length, loaded)
     )
-    # The model whose layers the loops take; the loss is told of the whole one.
+    # The loops take the layers of this model; the report has the full model's loss.
     base = loaded.model
     if options.keep == "evenly":
         base = with_evenly_kept_layers(base, options.loops, mesh=mesh)
@@ -516,7 +516,7 @@ def run_to_recursive(argv: list[str]) -> int:
         )
 
     def report(folder: Path) -> None:
-        # Written with the run, whole or not at all.
+        # Written with the run, atomically.
         text = json_text(written, indent=1) + "\n"
         (folder / "report.json").write_text(text, encoding="utf-8")
         plot_energy(energies, folder / "energy.png")
@@ -537,7 +537,7 @@ class ToTransformer(RangeChecks):
       run: the run directory of a recursive model.
       out: the new run directory; it appears whole or not at all.
       step: of the checkpoint; None: the newest.
-      mesh: devices that both models lie on.
+      mesh: devices of both models.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

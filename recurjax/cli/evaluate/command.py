@@ -69,7 +69,7 @@ recurjax evaluate KIND --help lists the options of each."""
 
 
 _LISTED = 20
-"""Items that were left out are listed up to so many."""
+"""The most skipped items to list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

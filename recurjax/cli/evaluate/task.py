@@ -120,7 +120,7 @@ def _test(
         data,
         options.task,
         split="validation",
-        # Rows as long as the task's own, unless longer ones are asked for.
+        # By default rows are as long as the task's own; longer ones may be requested.
         length=options.length or task.longest("validation"),
         batch=options.batch,
         mesh=options.mesh,

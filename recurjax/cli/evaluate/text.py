@@ -179,7 +179,7 @@ class RowSource:
         self.settings: dict[str, Any] = {"length": self.length}
         self._limit = None
         if tokens is not None:
-            # Whole batches, rounded up.
+            # Full batches, rounded up.
             self._limit = -(-tokens // (batch * self.length))
             # A part of a text is another text: how much was read belongs to the figure.
             self.settings["tokens"] = tokens
@@ -371,7 +371,7 @@ def _score_rows(
     rows = []
     floors = {} if result.accuracy is None else result.accuracy.floors()
     for metric, value in result.metrics().items():
-        if metric == "accuracy_floor":  # stands next to the accuracy
+        if metric == "accuracy_floor":  # printed next to the accuracy
             continue
         error, n = None, result.tokens
         if result.accuracy is not None and metric == "sequence_accuracy":

@@ -73,10 +73,12 @@ class PreparedManifest:
       text_bytes: of the documents, in UTF-8.
       counted_bytes: of their tokens, by `byte_table`; 0: an earlier version did not
         count them.
-      validation_fraction: as requested, a share of the bytes. train_tokens: the length
-      of the training split, which comes first. validation_tokens: the rest.
-      index_sha256: checksum of documents.npy. shards: the files, in order. version: of
-      recurjax, which wrote it; "": one before 0.1.0 was counted.
+      validation_fraction: as requested, a share of the bytes.
+      train_tokens: the length of the training split, which comes first.
+      validation_tokens: the rest.
+      index_sha256: checksum of documents.npy.
+      shards: the files, in order.
+      version: of recurjax, which wrote it; "": one before 0.1.0 was counted.
     """
 
     format: int

@@ -3,8 +3,8 @@
     .OUT.partial/lock              held by the process that writes
     .OUT.partial/tokens-*.arrayrecord
     .OUT.partial/documents-*.npy   int64 [2, n]: begins and bytes of further documents
-    .OUT.partial/tail-*.bin the tokens after the last full shard
-    .OUT.partial/progress.json all of the above up to one document; written last
+    .OUT.partial/tail-*.bin        the tokens after the last full shard
+    .OUT.partial/progress.json     all of the above up to one document; written last
 
 `prepare` rewrites `progress.json` at the first end of a document after each full shard.
 A continued run redoes whatever was written after that.
@@ -37,10 +37,11 @@ class PartialState:
     """How far a preparation had come.
 
     Attributes:
-      documents: how many the following fields cover. starts, document_bytes: where each
-      begins, and the bytes of its tokens. tokens, text_bytes, counted_bytes: of all of
-      them. shards: the full files. tail: the tokens after the last of these, as they
-      are stored.
+      documents: how many the following fields cover.
+      starts, document_bytes: where each begins, and the bytes of its tokens.
+      tokens, text_bytes, counted_bytes: of all of them.
+      shards: the full files.
+      tail: the tokens after the last of these, as they are stored.
     """
 
     documents: int = 0

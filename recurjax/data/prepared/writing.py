@@ -109,11 +109,11 @@ def prepare(
       tokenizer: is saved along with the tokens.
       out: the new directory; an empty one may be there.
       validation_fraction: the last share of the corpus' bytes, kept for validation.
-      shard_tokens: tokens in a file, rounded up to full records. ends: whether EOS
-      comes after each document: see `encoded_documents`. max_tokens: no document starts
-      after this many tokens; None: no limit. workers: processes that tokenize; what is
-      written does not depend on it. part: (i, n): only the i-th, counted from 1, of n
-      stretches of the corpus, for
+      shard_tokens: tokens in a file, rounded up to full records.
+      ends: whether EOS comes after each document: see `encoded_documents`.
+      max_tokens: no document starts after this many tokens; None: no limit.
+      workers: processes that tokenize; what is written does not depend on it.
+      part: (i, n): only the i-th, counted from 1, of n stretches of the corpus, for
         `merge` to join.
       progress: is called after each document.
 
@@ -184,8 +184,8 @@ def merge(
 
     Args:
       parts: the directories, in any order.
-      out: the new directory; it appears complete or not at all. progress: is called now
-      and then.
+      out: the new directory; it appears complete or not at all.
+      progress: is called now and then.
 
     Raises:
       UserError: `out` is taken, a directory is no part, one is missing or there twice,

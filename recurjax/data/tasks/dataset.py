@@ -57,9 +57,9 @@ class TaskData(RangeChecks):
     Attributes:
       task: which one.
       seed: of its rows, and of the order in which a fixed set is learned from.
-      prefetch: batches made ahead of time; 0 makes each on demand. threads: that make
-      them. order: of training rows, for a task with several settings (`Mqar`). "mixed":
-      a
+      prefetch: batches made ahead of time; 0 makes each on demand.
+      threads: that make them.
+      order: of training rows, for a task with several settings (`Mqar`). "mixed": a
         batch has rows of all of them, padded to the longest. "settings": a batch has
         rows of one setting and their length, and an epoch takes the settings in their
         order (Zoology's way). The loss is then a mean over one setting's answers, so

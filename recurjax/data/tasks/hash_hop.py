@@ -45,9 +45,10 @@ class HashHop:
       hops: pairs of a chain.
       length: T, the bytes of a row, prompt and answer.
       chains: "one": the queried chain, and pairs that belong to no chain; "full": as
-      many complete chains as fit, one of which is queried. thoughts: whether the answer
-      names every element (chain of thought) or the last. train_rows: size of the fixed
-      set that is learned from; None: endless. validation_rows: size of the test.
+        many complete chains as fit, one of which is queried.
+      thoughts: whether the answer names every element (chain of thought) or the last.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
     """
 
     size: PositiveInt = 8

@@ -31,8 +31,9 @@ class TaskRow(NamedTuple):
 
     Attributes:
       ids: what the model reads.
-      targets: the expected token at each position; IGNORED: none. slices: labels by
-      which accuracies are reported, such as {"pairs": 8, "length": 64}.
+      targets: the expected token at each position; IGNORED: none.
+      slices: labels by which accuracies are reported, such as {"pairs": 8, "length":
+        64}.
     """
 
     ids: Int32[np.ndarray, " T"]

@@ -27,9 +27,9 @@ class StateTracking(RangeChecks):
       group: whose elements are read; token n is the n-th element.
       length: T of the rows that are learned from.
       validation_length: T of the rows that are tested on; None: 4 T, so that the test
-      reaches positions beyond training. Accuracy is reported by position. train_rows:
-      size of the fixed set that is learned from; None: endless. validation_rows: size
-      of the test.
+        reaches positions beyond training. Accuracy is reported by position.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
     """
 
     group: Group = "S3"

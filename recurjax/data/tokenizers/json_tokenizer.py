@@ -93,8 +93,8 @@ class JsonTokenizer:
         chat templates and exports write them; None: there is no such token.
       pad: the token that fills rows elsewhere, or None; nothing here uses it.
       unknown: the token of text that the vocabulary cannot write, or None.
-      longest_token: the most bytes of text in one token, or None. settings: what the
-      checkpoint says about text besides its tokenizer.json; no part
+      longest_token: the most bytes of text in one token, or None.
+      settings: what the checkpoint says about text besides its tokenizer.json; no part
         of the tokenizer's identity.
     """
 

@@ -53,8 +53,8 @@ class Tokenizer(Protocol):
     """Maps text to token ids and back.
 
     Attributes:
-      vocabulary: V; every id is in [0, V). bos: the token that begins each text
-      (document or prompt), or None. A checkpoint
+      vocabulary: V; every id is in [0, V).
+      bos: the token that begins each text (document or prompt), or None. A checkpoint
         may name a BOS that begins no text: see `names`.
       eos: the token at which generated text ends, or None. Without a BOS it ends each
         document.
@@ -64,11 +64,12 @@ class Tokenizer(Protocol):
       token_bytes: how many bytes of text each token has; special tokens 0. For
         byte-level tokenizers they sum to the length of the text in UTF-8.
       longest_token: the most bytes of text in one token; None: unbounded, since text
-      may be folded, dropped or unknown. names: the special tokens by role (bos_token,
-      ...), as chat templates write them. named_tokens: the special tokens by their
-      names, which no text becomes. added_tokens: these and further tokens of the
-      vocabulary that text may name. settings: what the checkpoint says about text
-      besides its tokenizer. hash: SHA-256 of the definition, in hexadecimal.
+        may be folded, dropped or unknown.
+      names: the special tokens by role (bos_token, ...), as chat templates write them.
+      named_tokens: the special tokens by their names, which no text becomes.
+      added_tokens: these and further tokens of the vocabulary that text may name.
+      settings: what the checkpoint says about text besides its tokenizer.
+      hash: SHA-256 of the definition, in hexadecimal.
     """
 
     vocabulary: int

@@ -32,14 +32,15 @@ class EngineConfig:
       slots: requests that are continued at once; "auto": as many as memory holds.
       length: tokens that a slot holds, prompt and answer together.
       prefill_tokens: prompt tokens read at most between two calls of the decode
-      program, so that a long prompt does not delay other requests' next tokens. steps:
-      tokens a slot in one call of the decode program. states_gib: memory for the states
-      of texts that were read already; 0: none. prefill: "exact", or a way of the
-      variant's own such as "sweeps:4", in each piece
+        program, so that a long prompt does not delay other requests' next tokens.
+      steps: tokens a slot in one call of the decode program.
+      states_gib: memory for the states of texts that were read already; 0: none.
+      prefill: "exact", or a way of the variant's own such as "sweeps:4", in each piece
         of `prefill_tokens` for itself.
       top_logprobs: how many of the likeliest tokens a request may return at each
-        position. exit: when tokens leave a recursive model early; a step is then one
-        pass of its block over slots at mixed loops. None: they do not.
+        position.
+      exit: when tokens leave a recursive model early; a step is then one pass of its
+        block over slots at mixed loops. None: they do not.
       missing: with `exit`, how the keys and values of skipped loops are filled; or
         "verify": tokens run all loops while their successor starts from the exit's
         guess, so that greedy texts equal the full model's. None: share where the model
@@ -97,9 +98,9 @@ class RequestSettings:
       seed, stream: its tokens are drawn from `row_keys(seed, stream + 1)[stream]`,
         whatever else runs.
       stop_tokens: end it, as the engine's EOS does, and are not part of its text.
-      ignore_eos: the EOS does not end it. stop: strings before which its text ends; for
-      an engine with a tokenizer. keep: lengths of the prompt's beginnings that others
-      may share, such as a system
+      ignore_eos: the EOS does not end it.
+      stop: strings before which its text ends; for an engine with a tokenizer.
+      keep: lengths of the prompt's beginnings that others may share, such as a system
         prompt: their states are kept.
       logprobs: tell each token's logarithmic probability, before temperature and
         filters, and the `top_logprobs` likeliest tokens in its place.

@@ -102,8 +102,9 @@ class Engine:
 
         Args:
           model: any variant, with weights in the compute dtype, see `in_compute_dtype`.
-          tokenizer: for texts and stop strings; its EOS is the engine's. eos: without a
-          tokenizer, the token that ends a request. exit_head: of the exit rule "head".
+          tokenizer: for texts and stop strings; its EOS is the engine's.
+          eos: without a tokenizer, the token that ends a request.
+          exit_head: of the exit rule "head".
           mesh: of the model; its data and fsdp axes shard the slots if they divide
           them. Each process must make the same calls in the same order, and gets all
           tokens. None: one device.

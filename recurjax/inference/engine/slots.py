@@ -274,9 +274,9 @@ def read_slots(
     Args:
       slots: whose step is `SequenceWise`; None: all are free, and of `length`.
       ids: prompts, padded on the right.
-      counts: their lengths; 0: the slot reads nothing and continues as it was. params:
-      of the requests; those of slots that read nothing are ignored. by: how prompts are
-      read, see `Decoder.prefill`.
+      counts: their lengths; 0: the slot reads nothing and continues as it was.
+      params: of the requests; those of slots that read nothing are ignored.
+      by: how prompts are read, see `Decoder.prefill`.
 
     Returns:
       The slots, the first tokens, and what the way of reading reports.
@@ -330,8 +330,8 @@ def admit(
     """Puts a request into a slot and draws its first token.
 
     Args:
-      cache, last: of its full prompt, from `read_piece`. prompt: its tokens, padded
-      with V, which is no token.
+      cache, last: of its full prompt, from `read_piece`.
+      prompt: its tokens, padded with V, which is no token.
     """
     seen = jnp.zeros((1, model.config.vocabulary), bool)
     seen = seen.at[0, prompt].set(True, mode="drop")

@@ -116,9 +116,10 @@ def attend_in_window(
     fastest measured on CPU.
 
     Args:
-      window: W; keys at a distance of up to W are visible. documents: document number
-      of each token; other documents are hidden. None: one document. past: keys and
-      values before the first token.
+      window: W; keys at a distance of up to W are visible.
+      documents: document number of each token; other documents are hidden. None: one
+        document.
+      past: keys and values before the first token.
     """
     B, T, H, E = q.shape
     # Blocks no larger than the window: a block's keys are its own and W before it.

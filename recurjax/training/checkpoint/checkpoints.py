@@ -32,9 +32,9 @@ class Restored(NamedTuple):
 
     Attributes:
       step: training steps done.
-      tree: the arrays, placed as in `abstract`. data_states: the data iterator's state
-      in each process of the run that saved. digest: of the arrays' values, see
-      `Manifest.digest`.
+      tree: the arrays, placed as in `abstract`.
+      data_states: the data iterator's state in each process of the run that saved.
+      digest: of the arrays' values, see `Manifest.digest`.
     """
 
     step: int

@@ -41,7 +41,8 @@ class MuonAdamW(RangeChecks):
       scalar_rate: of norms, biases and scales; of residual scales a hundredth.
       weight_decay: before its scaling by depth.
       momentum, momentum_steps: Muon's momentum rises linearly from the first to the
-      second value over `momentum_steps` steps. dtype: of Muon's Newton-Schulz products.
+        second value over `momentum_steps` steps.
+      dtype: of Muon's Newton-Schulz products.
     """
 
     learning_rate: PositiveFloat = 0.02
@@ -81,8 +82,8 @@ def muon_adamw(
     Args:
       config: rates and scaling.
       rate: step (from 0) -> scheduled `learning_rate`; the others are in proportion.
-      steps: of the full run, over which the weight decay goes to 0. size: of the run;
-      `RunSize()` leaves every rate as it is.
+      steps: of the full run, over which the weight decay goes to 0.
+      size: of the run; `RunSize()` leaves every rate as it is.
     """
     # A batch k times as large has a gradient with 1/k of the noise: rates grow by sqrt
     # k.

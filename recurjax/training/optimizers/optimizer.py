@@ -72,9 +72,9 @@ def build_optimizer(
     Args:
       config: which optimizer.
       rate: optimizer step -> learning rate.
-      clip: largest global norm of the gradient, or None. steps: of the full run;
-      MuonAdamW, which schedules more than its rate, needs it. size: of model and batch;
-      MuonAdamW, which scales its rates by them, needs it.
+      clip: largest global norm of the gradient, or None.
+      steps: of the full run; MuonAdamW, which schedules more than its rate, needs it.
+      size: of model and batch; MuonAdamW, which scales its rates by them, needs it.
     """
     clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
     if isinstance(config, MuonAdamW):

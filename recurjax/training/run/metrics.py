@@ -154,7 +154,8 @@ def plot_losses(metrics: Path, png: Path) -> None:
     """Draws training and validation loss, in nats a token, over steps.
 
     Args:
-      metrics: a run's metrics.jsonl. png: written atomically.
+      metrics: a run's metrics.jsonl.
+      png: written atomically.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

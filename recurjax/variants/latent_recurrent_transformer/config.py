@@ -25,9 +25,10 @@ class MemoryConfig:
         no gate.
       residual: whether it is added to each block's input.
       entry_layers: it enters keys and values of the first `entry_layers` layers only;
-      None: of all. replace_layers: in the first `replace_layers` layers its keys and
-      values replace the local ones. reset_token: an id whose token, and those after it,
-      see no memory from before it;
+        None: of all.
+      replace_layers: in the first `replace_layers` layers its keys and values replace
+        the local ones.
+      reset_token: an id whose token, and those after it, see no memory from before it;
         None: never.
     """
 

@@ -38,8 +38,8 @@ class RecurFormerConfig(StackFacts):
     Attributes:
       transformer: the complete base: its norms, positions, MLPs and all its heads.
       replaced: for each layer, the query heads that Mamba replaces, ascending. With
-      none in any layer the model is bit-identical to the base. mamba: the same sizes in
-      every layer.
+        none in any layer the model is bit-identical to the base.
+      mamba: the same sizes in every layer.
     """
 
     transformer: TransformerConfig
