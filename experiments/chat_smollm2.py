@@ -74,7 +74,7 @@ def talks(count: int) -> list[list[dict[str, str]]]:
         said = [
             ("system", "You are the harbour master. Answer in one line."),
             ("user", f"Where does the {ship} lie?"),
-            ("assistant", f"Aye. The {ship} lies at berth {berth}, bow to the sea."),
+            ("assistant", f"Aye. The {ship} is at berth {berth}, bow to the sea."),
             ("user", "And what does she carry?"),
             ("assistant", f"Aye. She carries {cargo}, and the tide waits for nobody."),
         ]

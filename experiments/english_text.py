@@ -53,7 +53,7 @@ class Options:
 
 
 def parts_of(text: str, part: int) -> list[str]:
-    """Cuts a text at the ends of lines into parts of so many bytes and a line."""
+    """Cuts a text at line ends into parts of about `size` bytes."""
     parts, lines, size = [], [], 0
     for line in text.splitlines(keepends=True):
         lines.append(line)

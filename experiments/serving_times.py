@@ -1,4 +1,4 @@
-"""What serving costs: HTTP beside the engine, kept states, slots in a memory.
+"""What serving costs: HTTP on top of the engine, kept states, slots in a memory.
 
     python experiments/serving_times.py              (small models, weights drawn here)
     python experiments/serving_times.py --width 768 --layers 12 --talk 4096
@@ -49,7 +49,7 @@ class Options:
       new_tokens: of each.
       slots: requests at once.
       talk: tokens of the talk whose next turn is timed.
-      repeats: of each figure; the median is told.
+      repeats: of each figure; the script prints the median.
       memory_gib: that slots are counted for.
     """
 
@@ -85,7 +85,7 @@ def stacks(options: Options) -> dict[str, RatConfig]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What an engine is asked for.
+    """The requests of an engine.
 
     Attributes:
       prompts: token ids, one list a request.

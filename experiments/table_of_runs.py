@@ -51,7 +51,7 @@ MESHES = (MeshConfig(data=8), MeshConfig(fsdp=8))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Writes the tables; plans runs first where that is asked.
+    """Writes the tables; plans runs first on request.
 
     Attributes:
       plan: papers whose runs are planned first.
@@ -125,7 +125,7 @@ def planned_runs(paper: str) -> Iterator[tuple[str, Experiment]]:
 
 
 def training_flops(experiment: Experiment) -> float:
-    """Returns the FLOPs of the whole training, as the model counts them."""
+    """Returns the FLOPs of the full training, as the model counts them."""
     training = experiment.training
     return training.steps * training.tokens_per_step * experiment.flops_per_token
 
@@ -209,7 +209,7 @@ def plan_runs(papers: tuple[str, ...], cache: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the file anew."""
+    """Rewrites the file."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="table_of_runs.py")
     if options.plan:

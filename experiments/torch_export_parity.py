@@ -1,11 +1,11 @@
-"""PyTorch exports of small trained models beside the models themselves: one row each.
+"""Compares PyTorch exports of small trained models with the models: one row each.
 
-The small models of the folders beside, trained for a few steps on the embedded text,
-and the small Transformer looped twice with additions of rank 8 and with half of its
-heads replaced by Mamba, are exported and run on both sides on rows of the validation
+The small models of the other folders, trained for a few steps on the embedded text, and
+the small Transformer looped twice with additions of rank 8 and with half of its heads
+replaced by Mamba, are exported and run on both sides on rows of the validation
 split: logits, layers and 64 greedy tokens. The PyTorch side runs in --torch-python, or
-in a virtual environment made here with nothing but torch, numpy, safetensors and what
-they ask for. Expect about 8 minutes on two cores, and differences of float32's
+in a virtual environment made here with nothing but torch, numpy, safetensors and their
+dependencies. Expect about 8 minutes on two cores, and differences of float32's
 rounding.
 
     python experiments/torch_export_parity.py --out runs/torch_export_parity

@@ -148,7 +148,7 @@ def squares(y):
 
 
 class TransformerBlock(torch.nn.Module):
-    """y = x + attention(rmsnorm(x)), z = y + mlp(rmsnorm(y)), q and k normed whole."""
+    """y = x + attention(rmsnorm(x)), z = y + mlp(rmsnorm(y)), normed q, k."""
 
     def __init__(self, weights: dict, heads: int, slopes, length: int):
         """Takes the weights by their paths in recurjax; the bias is made once."""

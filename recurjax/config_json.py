@@ -138,8 +138,7 @@ def _decode_dataclass(wanted: Any, data: Any, path: str) -> Any:
     values = {n: _decode(hints[n], v, f"{path}.{n}") for n, v in data.items()}
     try:
         return wanted(**values)
-    # A config's own check says what is wrong; where in the file it stands is added
-    # here.
+    # A config's own check says what is wrong; add the place in the file.
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The one exception that stands for a mistake of the user."""
+"""The exception for a user's mistakes."""
 
 
 class UserError(ValueError):

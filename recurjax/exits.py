@@ -42,7 +42,7 @@ class ExitHead(NamedTuple):
 
     Attributes:
       weight: of the states that the output head reads, after the final norm.
-      bias: beside it.
+      bias: added to the product.
     """
 
     weight: Float[Array, "N D"]
@@ -88,7 +88,7 @@ def parse_rule(text: str) -> ExitRule:
     """Reads "confidence:0.7".
 
     Raises:
-      UserError: it is written otherwise, or the threshold lies outside 0..1.
+      UserError: the rule has another form, or the threshold is outside 0..1.
     """
     name, _, number = text.partition(":")
     try:

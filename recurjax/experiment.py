@@ -25,7 +25,7 @@ from recurjax.version import VERSION, refuse_newer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """A run's whole configuration.
+    """The full configuration of a run.
 
     Attributes:
       name: the run directory's name under `runs/`.
@@ -85,7 +85,7 @@ class Experiment:
 
     @property
     def flops_per_token(self) -> float:
-        """Counts training FLOPs a token: all passes, and what is beside them."""
+        """Returns the training FLOPs per token of all passes and all other work."""
         length, objective = self.training.length, self.objective
         flops = objective.passes * self.model.flops_per_token(length)
         return flops + objective.beside_flops(self.model, length)
@@ -105,7 +105,7 @@ def _learned_positions(config: Any, path: str) -> str | None:
 
 
 def write_experiment(experiment: Experiment, file: Path) -> None:
-    """Writes config.json, whole or not at all."""
+    """Writes config.json atomically."""
     content = {VERSION_KEY: VERSION, **to_json(experiment)}
     write_atomic(file, json.dumps(content, indent=2) + "\n")
 
@@ -156,7 +156,7 @@ def _function(config: Any) -> Any:
 
 
 VERSION_KEY = "recurjax"
-"""In config.json beside the experiment's fields: the version that wrote it."""
+"""In config.json next to the experiment's fields: the version that wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,8 +54,8 @@ class Stack(Protocol):
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
         """Says in one sentence why rows of `length` tokens cannot run on a mesh.
 
-        Training and every plan ask it. It reads the config alone, so an abstract model
-        can be asked. None: they can.
+        Training and every plan call it. It reads only the config, so it works on an
+        abstract model. None: they can.
         """
         ...
 
@@ -167,7 +167,7 @@ class SupportsExits(Stack, Protocol):
         *,
         ran: Int[Array, "B P"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Runs every lane through the loop at which it stands."""
+        """Runs every lane through its current loop."""
         ...
 
     def fill_ticks(
@@ -210,7 +210,7 @@ StackConfig = (
     | RelaxedRecursiveTransformerConfig
     | RecurFormerConfig
 )
-"""Every variant's configuration: a closed union, told apart by class in JSON."""
+"""Every variant's configuration: a closed union; JSON names the class."""
 
 
 def make_stack(config: StackConfig, *, rngs: nnx.Rngs) -> Stack:
@@ -244,7 +244,7 @@ def as_latent_memory(stack: Stack) -> SupportsLatentMemory | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A whole language model.
+    """A complete language model.
 
     Attributes:
       vocabulary: V, as the tokenizer counts it.
@@ -256,8 +256,8 @@ class ModelConfig:
       embedding_scale: multiplies embeddings, not the tied head: "one", or "sqrt_width",
         sqrt(D) (Gemma).
       logit_soft_cap: c in c tanh(logit / c), or None.
-      row_decoder: whether there are parameters that tell a whole row from its last
-        state, which the objective `Compress` trains and nothing else uses.
+      row_decoder: whether there are parameters that reconstruct a full row from its
+      last state; only the objective `Compress` uses them.
       dtype: of activations and matrix products.
       weight_dtype: of matrices and tables as they are stored: a model in bfloat16 takes
         half the memory, and is for reading and converting. Training wants float32;
@@ -319,7 +319,7 @@ class ModelConfig:
 
     @property
     def takes_segments(self) -> bool:
-        """Whether, called on whole rows, it can tell their documents apart."""
+        """Whether it supports document segments in full rows."""
         return self.stack.takes_segments
 
     def with_vocabulary(self, vocabulary: int) -> "ModelConfig":

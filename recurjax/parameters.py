@@ -1,8 +1,8 @@
 """What is known of every parameter by its name: one table, and names and back.
 
 Checkpoints, converters, optimizers and meshes know parameters by their dotted names
-only, for example `stack.blocks.0.attention.w_q`; none of them knows flax. What they do
-with one stands in `RULES`.
+only, for example `stack.blocks.0.attention.w_q`; none of them knows flax. `RULES` says
+what they do with each.
 """
 
 import re
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
         another part of a model may use the last word for an array of other axes.
       role: see `Role`.
       axes: of one layer's array; a matrix has its inputs before "->".
-      spec: on which axis of the mesh each of them lies: see `recurjax.sharding`.
+      spec: the mesh axis of each of them: see `recurjax.sharding`.
       group: see `Group`.
       torch: the last words of its name in a PyTorch module, \1 as the pattern caught
         it. There a matrix is [out, in], a table [rows, row], a vector flat.
@@ -116,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     _matrix(r"\bmamba\.w_(dt)$", "R -> I", P("fsdp", "tensor")),
     _matrix(r"\bmamba\.w_(back)$", "I -> M", P("tensor", "fsdp")),
     _matrix(r"\bmamba\.w_(conv)$", "tap -> I", P(None, "tensor"), "scalar"),
-    # A whole row from one state: a hidden layer as wide as the model.
+    # A full row from one state: a hidden layer as wide as the model.
     _matrix(r"\brow_decoder\.w_(first)$", "D -> D", P("fsdp", "tensor")),
     _matrix(r"\brow_decoder\.w_(second)$", "D -> D", P("tensor", "fsdp")),
     _matrix(r"\bw_(head)$", "D -> V", P("fsdp", "tensor"), "head"),
@@ -232,7 +232,7 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
     leaves, differences = [], []
     for path, leaf in wanted:
         name = parameter_name(path)
-        # What is taken away here leaves, at the end, what no parameter asked for.
+        # Remove what is used: the rest, at the end, is what no parameter needs.
         value = given.pop(name, None)
         if value is None:
             differences.append(f"{name} is missing")

@@ -11,9 +11,9 @@ A table is a dict `RUNS` from a row's name to its `Run`, over what the rows shar
 
 and `FILE.py:rat16` names a row: `recurjax train experiments/rat/runs.py:rat16`.
 
-What lies in experiments/ has a name besides: `quickstart` is experiments/quickstart.py,
-`rat` experiments/rat/runs.py and `rat:fineweb_4k_rat16` a row of it, from a clone and
-from an installed package, in which the folder is the package recurjax_experiments.
+Files in experiments/ also have names: `quickstart` is experiments/quickstart.py, `rat`
+experiments/rat/runs.py and `rat:fineweb_4k_rat16` a row of it, from a clone and from an
+installed package, in which the folder is the package recurjax_experiments.
 """
 
 import ast
@@ -40,7 +40,7 @@ class Run:
     """A row of a table of runs.
 
     Attributes:
-      make: makes the experiment from the row's name, when the row is asked for.
+      make: makes the experiment from the row's name, when the row is requested.
       reproduces: what this is in the paper, such as "Table 9, 200M, T 8,192"; for a
         small set what it is for.
       expected: the figure there, such as "perplexity 13.42"; or what to expect.

@@ -1,4 +1,4 @@
-"""Meshes, and where everything lies on one: parameters by their table's rules."""
+"""Meshes, and the shardings of everything: parameters by their table's rules."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,7 +136,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of what every device holds whole."""
+    """Returns the sharding of replicated arrays."""
     return NamedSharding(mesh, P())
 
 
@@ -179,8 +179,8 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     """Returns a NamedSharding for every leaf of a module, gradient or optimizer state.
 
     A rule's spec names every axis of one layer's parameter; of the axes of stacked
-    layers before them the first lies over `stage`. Where an axis of the mesh does not
-    divide a dimension (8 key heads over 16 devices), that dimension is replicated.
+    layers before them the first is sharded over `stage`. Where an axis of the mesh does
+    not divide a dimension (8 key heads over 16 devices), that dimension is replicated.
     Leaves that no rule names (counters, past losses) are replicated; that every
     parameter meets a rule is a matter of a test.
     """
@@ -203,7 +203,7 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
         layers[0] = "stage"
     axes = layers + list(spec)
     divides = [
-        # A dimension that does not divide is held whole: right, and only larger.
+        # Replicate a dimension that does not divide: correct, and only larger.
         axis if axis is not None and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, shape, strict=True)
     ]
@@ -233,7 +233,7 @@ def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
 
         return jax.make_array_from_callback((batch, *local.shape[1:]), sharding, part)
 
-    # Segments only where documents are told apart.
+    # Segments only where documents are separate.
     segments = array("segments") if "segments" in rows else None
     return Batch(array("ids"), array("targets"), segments)
 

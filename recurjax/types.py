@@ -26,7 +26,7 @@ IGNORED = -1
 
 
 class Tokens(NamedTuple):
-    """What a stack is told of the tokens beside their embeddings.
+    """What a stack gets of the tokens in addition to their embeddings.
 
     Attributes:
       ids: token ids.

@@ -56,7 +56,7 @@ class Options:
 
 
 class Swept(NamedTuple):
-    """What so many sweeps leave open; None: the exact prefill.
+    """The error left after a number of sweeps; None: the exact prefill.
 
     Attributes:
       sweeps: after the first pass.

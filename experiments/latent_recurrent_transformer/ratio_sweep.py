@@ -6,7 +6,7 @@
 Trains the backbone, LRT-shared and LRT-layerwise at every R (tokens a parameter) of the
 paper's Table 4, one after another, rows of runs.py; a stopped sweep goes on with the
 same command, and on a pod each row can be started by itself. Writes ratios.json,
-ratios.md and ratios.png beside the runs: bits a byte over the compute that a backbone
+ratios.md and ratios.png next to the runs: bits a byte over the compute that a backbone
 would have had, R for the backbone and 2 R with a memory (two passes), and the paper's
 figures. `--core BUNDLE` adds Fig. 3's right half: CORE by zero memory, which is how the
 release reads its Table 5. `--small` does the same with the four layers of width 64 on
@@ -85,7 +85,7 @@ class RatioPoint(NamedTuple):
       ratio: R, tokens a parameter.
       compute: R times the passes of its objective.
       bits_per_byte: of the validation split; None: the run diverged.
-      core: by zero memory; None: not asked for.
+      core: by zero memory; None: not requested.
       paper_bits_per_byte, paper_core: its figures there; None: it has none.
     """
 
@@ -196,7 +196,7 @@ def _of_length(run: Experiment, ratio: int) -> Experiment:
 def _point(
     options: Options, model: str, ratio: int, run: Experiment, result: Reached
 ) -> RatioPoint:
-    # What a run that diverged has kept is not what was asked for.
+    # A diverged run's checkpoint is not the requested one.
     lacking = options.core is None or result.diverged
     core = None if lacking else _core(options, run)
     point = RatioPoint(
@@ -213,7 +213,7 @@ def _point(
 
 
 def _core(options: Options, run: Experiment) -> float:
-    """Returns CORE by zero memory; kept beside the run, read where it is there."""
+    """Returns CORE by zero memory; stored next to the run, and read if present."""
     folder = options.runs / run.name
     file = folder / "core.json"
     if not file.exists():

@@ -43,7 +43,7 @@ def models() -> dict[str, ModelConfig]:
         load_experiment(f"{TABLE}:{name}").model
         for name in ("shared_20", "shakespeare_shared")
     )
-    # Windows follow the length, so the stack is made anew.
+    # Windows depend on the length, so build a new stack.
     stack = nanochat(20, memory=shared(20), length=LENGTH, remat="block")
     paper = dataclasses.replace(paper, stack=stack, dtype="float32")
     return {"20 layers, T 512": paper, "4 layers, T 128": small}

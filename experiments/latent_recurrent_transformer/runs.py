@@ -218,7 +218,8 @@ def _scaling() -> dict[str, Run]:
 RUNS: dict[str, Run] = {
     # base_20 (R = 10), base_20_r5, base_20_r20 ..., shared_20 ...: Table 4 and Fig. 3.
     **_scaling(),
-    # Which layer the memory is taken from; base_20 and shared_20 (layer 12) beside.
+    # Which layer the memory is taken from; compare with base_20 and shared_20 (layer
+    # 12).
     "source_8": _run("Table 1", 0.757, _source(8)),
     "source_16": _run("Table 1", 0.756, _source(16)),
     "source_20": _run("Table 1", 0.755, _source(20)),

@@ -98,7 +98,7 @@ def draw(rows: dict[str, list[MixerCost]], png: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints, and draws where asked."""
+    """Prints the table, and plots it on request."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="cost.py")
     rows = costs()

@@ -7,8 +7,8 @@ import jax
 
 T = TypeVar("T")
 
-# XLA has no error class of its own for this; on all backends one of these stands in the
-# text of the error.
+# XLA has no error class of its own for this; on all backends the error's text contains
+# one of these.
 _SIGNS = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 
 

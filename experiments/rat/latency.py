@@ -1,4 +1,4 @@
-"""The paper's Tables 6 to 8: one layer's training, forward and decode beside its own.
+"""The paper's Tables 6 to 8: one layer's training, forward and decode.
 
 D 2048, heads of 128, bfloat16, projections included: 262,144 tokens in all for training
 and forward at T 4096 to 262144; one token at position T - 1 for a batch of 64, 512 and
@@ -90,7 +90,7 @@ class LatencyCell:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures cell by cell; both files are written anew after each."""
+    """Measures cell by cell; both files are rewritten after each."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="latency.py")
     cells = []

@@ -1,4 +1,4 @@
-"""Maximum throughput of the whole 1.3B models: the paper's Table 1 and Fig. 5.
+"""Maximum throughput of the full 1.3B models: the paper's Table 1 and Fig. 5.
 
 Generates 1024 tokens greedily after a prompt of 3072 (T 4096; also T 8192 and 16384),
 with the largest batch that fits the device. The cache is filled by the real prefill, in
@@ -86,7 +86,7 @@ class ThroughputRow:
       prompt, new: tokens a row.
       batch: the largest that fits; 0: none does.
       cache_bytes: of one row.
-      prefill_seconds, decode_seconds: of the whole batch.
+      prefill_seconds, decode_seconds: of the full batch.
       tokens_per_second: new tokens of all rows over the decode's time.
       with_prefill: the same over both times.
     """

@@ -2,8 +2,8 @@
 
 The columns cs_10k and cs_60k of table 4, from `cache_bytes`: keys and values in 16
 bits, Mamba's states in float32. Under grouped queries it depends on which heads go:
-`groups` replaces whole groups, `spread` as many heads of every group (the worst),
-and a measured one lies between. Runs in a second.
+`groups` replaces complete groups, `spread` as many heads of every group (the worst),
+and a measured one is in between. Runs in a second.
 
     python experiments/recurformer/cache_table.py
 """
@@ -40,7 +40,7 @@ PAPER = {
 def replaced_heads(
     stack: TransformerConfig, beta: float, *, whole_groups: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Replaces round(beta L H) heads, in whole groups or evenly over the groups."""
+    """Replaces round(beta L H) heads, in complete groups or evenly over the groups."""
     L, H, K = stack.layers, stack.attention.heads, stack.attention.key_heads
     size = H // K
     if whole_groups:

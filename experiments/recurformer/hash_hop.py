@@ -7,8 +7,8 @@ alone 22 million tokens did not suffice, and seeds 1 and 2 of the base still gue
 the end. Then shares of its heads are replaced and each model, the base too, is trained
 on by a quarter of all these steps (`--further`), once for each seed: of Mamba's start,
 of the rows, and of the heads that `random` draws. `recent` replaces the heads of
-highest RA-I, `groups` whole groups by their mean, `least` those of lowest RA-I: if RA-I
-chooses better than chance, recent stands above random and least. The score is the
+highest RA-I, `groups` complete groups by their mean, `least` those of lowest RA-I: if
+RA-I chooses better than chance, recent scores above random and least. The score is the
 longest right beginning of the chain over its length. A stopped set goes on with the
 same command.
 
@@ -209,8 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     reached = scores["base"][0]["0"]
     if reached < ENOUGH and options.steps is None:
         raise UserError(
-            f"the base reaches {reached:.3f} and not {ENOUGH}: nothing can be told of "
-            "its heads; take another --base-seed"
+            f"the base reaches {reached:.3f} and not {ENOUGH}: its heads allow no "
+            "conclusion; use another --base-seed"
         )
     root = options.runs / stages[-1].name
     recency = _measured(trained, options.window)

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="mqar.py")
     console, scores = Console(stderr=True), {}
-    # The seed changes last, so that a table of one seed is whole first.
+    # The seed changes last, so that a table of one seed is complete first.
     for seed in range(options.seeds):
         for beta in options.betas:
             run = small(beta, seed, steps=options.steps, conv=options.conv)

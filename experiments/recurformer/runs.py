@@ -17,7 +17,7 @@ of their first articles, 1,024 rows of 1,024 tokens:
         print(*p.read_table('wikipedia/0.parquet')['text'][:3000])" > wikipedia.txt
 
 A row starts from that directory and takes its vocabulary and heads. While it is not
-there, the config of the published checkpoint stands in, with as many heads, spread
+there, the config of the published checkpoint replaces it, with as many heads, spread
 evenly over the layers: enough to plan a row. HashHop is prepared once for each
 tokenizer; its heads are measured on Wikipedia, as in the paper:
 
@@ -362,7 +362,7 @@ RUNS: dict[str, Run] = {
                 mlp_width=128,
                 heads=8,
                 key_heads=4,
-                # Wide enough to hold the strings that keys are told apart by.
+                # Wide enough for the strings that distinguish keys.
                 head_width=32,
             ),
             beta=0.0,

@@ -1,4 +1,4 @@
-"""What a token leaves in the cache, by depth, beside the paper's cross-entropy.
+"""The cache bytes of a token by depth, next to the paper's cross-entropy.
 
     python experiments/recurrent_transformer/cache_footprint.py
 

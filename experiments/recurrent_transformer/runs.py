@@ -268,7 +268,7 @@ RUNS: dict[str, Run] = {
         recurrent(12, 1024), "150M table, batch 512", "CE 3.046"
     ),
     # At 6 layers this table says width 1440, which the authors' code cuts into 16 heads
-    # of 90: no kernel takes them, the XLA path serves. The text's 1408 stays beside.
+    # of 90: no kernel takes them, the XLA path serves. The text's 1408 is another row.
     "c4_150m_transformer_6_batch256_1440": _batch256(
         transformer(6, 1440, head_width=90), "150M table, batch 256", "CE 3.091"
     ),
@@ -304,12 +304,12 @@ RUNS: dict[str, Run] = {
     "c4_150m_transformer_12_depth_init": _150m(
         transformer(12, 1024, init=DEPTH_INIT),
         "no table: outputs start divided by sqrt(2 L) as well",
-        "unknown, beside c4_150m_transformer_12",
+        "unknown, compare with c4_150m_transformer_12",
     ),
     "c4_150m_recurrent_12_depth_init": _150m(
         recurrent(12, 1024, init=DEPTH_INIT),
         "no table: outputs start divided by sqrt(2 L) as well",
-        "unknown, beside c4_150m_recurrent_12",
+        "unknown, compare with c4_150m_recurrent_12",
     ),
     # Two layers of width 64 on the embedded text.
     "shakespeare_transformer": _small(

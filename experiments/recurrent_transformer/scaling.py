@@ -4,7 +4,7 @@
 
 One layer, float32, B 2, D 64, 2 heads, N from 128 to 4096: writes scaling.json,
 scaling.md (a table) and scaling.png (both axes logarithmic). Times are the best of a
-few repeats; memory is what the compiled backward pass needs beside its arguments.
+few repeats; memory is what the compiled backward pass needs on top of its arguments.
 Expect memory linear in N for every schedule; time at these sizes is almost linear too,
 naive and the Transformer bending up first.
 

@@ -72,7 +72,7 @@ class Options:
       rates: peak learning rates.
       seeds: how many, from 0, at each rate.
       steps: of a run; None: as many as the experiments say.
-      evaluation_batches: 64 rows each; None: the whole validation split.
+      evaluation_batches: 64 rows each; None: the full validation split.
     """
 
     directory: Path = Path("runs/shakespeare_pair")
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = read_results(file, experiments)
     done = {(run.model, run.rate, run.seed) for run in runs}
     trainers = {model: trainer(model, each) for model, each in experiments.items()}
-    # The seed changes last: a table of one seed is whole after a third of the time.
+    # The seed changes last: a table of one seed is complete after a third of the time.
     for seed, rate, model in product(
         range(options.seeds), options.rates, options.models
     ):
@@ -254,7 +254,7 @@ def read_results(file: Path, experiments: dict[str, Experiment]) -> list[PairRun
 def write_results(
     file: Path, experiments: dict[str, Experiment], runs: list[PairRun]
 ) -> None:
-    """Writes all runs so far, whole or not at all."""
+    """Writes all runs so far atomically."""
     results = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}
     write_atomic(file, json.dumps(results, indent=2) + "\n")
 

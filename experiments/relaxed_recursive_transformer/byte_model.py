@@ -144,7 +144,7 @@ def base(options: Options) -> Experiment:
 
 
 def training(options: Options, steps: int, start: str | None) -> TrainingConfig:
-    """Returns so many steps from a start."""
+    """Returns a training of `steps` steps from a start."""
     return TrainingConfig(
         steps=steps,
         batch=options.batch,

@@ -4,8 +4,8 @@ A policy is how an engine's slots move on. `static`: as many requests as there a
 slots, and the next ones when all have ended. `sequence`: a slot is filled when it is
 free; a step runs all R loops and one head. `propagate`, `share`, `skip`, `verify`: a
 step is one pass of the block over slots at mixed loops. `full`: `sequence` of the
-Transformer of as many layers. Beside each stands how many times as fast as `sequence`
-it was, and what that could be:
+Transformer of as many layers. For each it prints the speed relative to `sequence`, and
+its bound:
 
     bound = (R p + h) / (e (p + h + m))
 
@@ -162,7 +162,7 @@ def rows(options: Options) -> Iterator[ServedRow]:
         for policy in POLICIES
         if policy != "static"
     }
-    # The same engine, asked in another order.
+    # The same engine, with the requests in another order.
     engines = {"static": engines["sequence"], **engines}
     queue = draw_queue(shape, held_out, requests)
     seconds, counted = _in_turns(engines, queue, rounds=max(1, repeats // 5))
@@ -219,7 +219,7 @@ def rows(options: Options) -> Iterator[ServedRow]:
 
 
 def summary(rows: list[ServedRow]) -> str:
-    """Says of each policy its speed beside `sequence`, and beside its bound."""
+    """Reports each policy's speed relative to `sequence` and to its bound."""
     lines = []
     for row in rows:
         f = row.figures
@@ -410,7 +410,7 @@ def _model(stack: StackConfig, shape: Mapping[str, int], dtype: Dtype) -> ModelC
 
 
 class Parts(NamedTuple):
-    """Seconds of what a step is made of, on so many rows: p, h and m."""
+    """Seconds of the parts of a step, on a number of rows: p, h and m."""
 
     block: float
     head: float

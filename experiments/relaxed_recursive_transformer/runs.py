@@ -18,10 +18,10 @@ conversion makes by the words in NAME: bI: --loops I; stepwise, average, lower o
 fixed_start: --init; norm_choice or norm_zero: --norms; rankR alone: --init average
 --rank R; svd or zero: --adapters; random_block: --init random. A random row starts from
 no pretrained weight. Rows take vocabulary and sizes from runs/gemma, runs/tinyllama and
-runs/pythia. While a directory is not there, the config that its checkpoint has stands
-in, which is enough to plan a row. The teacher of the 60B runs is the full-size model
-uptrained on 15B tokens (of TinyLlama the pretrained one); a distilled model starts
-where the others do. Exits are trained for 15B more tokens.
+runs/pythia. While a directory is not there, the checkpoint's config replaces it, which
+is enough to plan a row. The teacher of the 60B runs is the full-size model uptrained on
+15B tokens (of TinyLlama the pretrained one); a distilled model starts where the others
+do. Exits are trained for 15B more tokens.
 
 Source: appendix E and tables F.1 and J.1. AdamW, 2e-4, cosine, warm-up 200 steps of 15B
 tokens and 800 of 60B, 2,048 tokens a row, 2M tokens a step, bfloat16. What it leaves

@@ -50,7 +50,7 @@ class Options:
       block: ROWS:MS of a pass through the block; slots are the most rows.
       samples: of the queue, drawn from the file's rows.
       tokens: of a sample at most; None: all that a row has.
-      mean_tokens: lengths are drawn, exponentially, with this mean; None: whole rows.
+      mean_tokens: lengths are drawn, exponentially, with this mean; None: full rows.
       seed: of the draws.
       model: a row of runs.py or an experiment; prints how many rows of it fit.
       memory_gib: of the device, for `model`; the paper's has 40.
@@ -85,7 +85,7 @@ class PassTimes(NamedTuple):
     milliseconds: tuple[float, ...]
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the time of passes of so many rows."""
+        """Returns the time of passes of `rows` rows."""
         return np.interp(rows, (0.0, *self.rows), (0.0, *self.milliseconds))
 
 

@@ -152,10 +152,10 @@ def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
 
 @contextmanager
 def stopped_after(minutes: float | None) -> Iterator[None]:
-    """Ends what runs inside after so many minutes, as SIGTERM ends a training run.
+    """Ends the code inside after `minutes` minutes, as SIGTERM ends a training run.
 
     A run saves first and goes on from there with the next command; a conversion or an
-    evaluation appears whole or not at all, and is made again.
+    evaluation appears complete or not at all, and is repeated.
     """
     if minutes is None:
         yield

@@ -315,7 +315,7 @@ def grid(options: Options) -> list[tuple[Cell, Experiment]]:
                 steps = row.training.steps
                 if options.tokens is not None:
                     steps = -(-int(options.tokens) // row.training.tokens_per_step)
-                # Whole portions between tests.
+                # Full portions between tests.
                 steps = -(-steps // options.every) * options.every
                 row = replace(row, training=replace(row.training, steps=steps))
                 for rate in options.rates:

@@ -71,8 +71,8 @@ def choose_tiles(
         "unroll": min(chunk & -chunk, 4),
         "backward_unroll": min(chunk & -chunk, 2),
         "warps": max(1, forward // WARP),
-        # Twice the threads, half of the states in each: the way back holds so many that
-        # registers spill otherwise.
+        # Twice the threads, half of the states in each: otherwise the backward pass
+        # spills registers.
         "backward_warps": max(1, 2 * backward // WARP),
     }
     return Tiles(**(chosen | given))

@@ -30,8 +30,8 @@ EXPERIMENT is a name that `recurjax experiments` lists, quickstart or
 rat:fineweb_4k_rat16, a .py file with a function config(), or FILE.py:NAME for a row of
 a file with a table RUNS (FILE.py alone lists the rows). Every field of its config can
 be replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (all of them:
-recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> unless
-told otherwise; the same command resumes a run that was stopped.
+recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> by
+default; the same command resumes a run that was stopped.
 
 --corpus FILES trains on your own text: text files, JSON lines, Parquet, ArrayRecord
 (.gz too), quoted globs, a folder, one that `recurjax data prepare` wrote, or files of

@@ -79,7 +79,7 @@ def as_trained(tokenizer: Tokenizer, config: ModelConfig) -> Tokenizer:
     """Returns a tokenizer that separates documents as the authors' training did.
 
     RAT's were joined by </s> alone: weights that never saw <s> must not get it in
-    front, so EOS stands in the place of BOS.
+    front, so EOS takes the place of BOS.
     """
     if isinstance(config.stack, RatConfig) and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.separated_by_eos()
@@ -137,7 +137,7 @@ def plain_name(name: str) -> str:
 
 
 def tied_rat_name(name: str) -> str:
-    """Strips the same; RAT's tied head is written again beside the embedding."""
+    """Strips the same; RAT's files repeat the tied head next to the embedding."""
     return plain_name(name).replace("head.lm_head.weight", "embedding.wte.weight")
 
 

@@ -39,9 +39,9 @@ def load_model(
 ) -> Decoder:
     """Reads a model.
 
-    Beside the parameters, memory holds one tensor of the checkpoint and one layer's
-    array, or 64 MiB of small layers; on a CPU a parameter that is a whole tensor is
-    that tensor. A tensor of several parameters is read once for each.
+    In addition to the parameters, memory holds one tensor of the checkpoint and one
+    layer's array, or 64 MiB of small layers; on a CPU a parameter that is an entire
+    tensor shares its memory. A tensor of several parameters is read once for each.
 
     Args:
       config: of the model.
@@ -127,7 +127,8 @@ def _read(
     piece: Piece, source: TensorSource, dtype: np.dtype, bad: dict[str, int]
 ) -> np.ndarray:
     disk = source.read(piece.tensor, dtype)
-    # Told at the end, and not refused: a diverged checkpoint may be what is looked at.
+    # Report at the end, do not raise: the user may want to inspect a diverged
+    # checkpoint.
     if count := count_not_finite(disk):
         bad[piece.tensor] = count
     ours = piece.take(disk)

@@ -74,7 +74,7 @@ class PieceTable:
         return parameter in self.shapes
 
     def same(self, tensor: str, parameter: str, layer: Layer = None) -> None:
-        """Adds a parameter that is a whole tensor, laid out as its role asks.
+        """Adds a parameter that is an entire tensor, in the layout of its role.
 
         A matrix lies [out, in]; a table keeps its rows, and what a row holds is one
         axis; a vector is flat. Parameters that the model lacks are left.
@@ -236,7 +236,7 @@ def check_tensors(
     """
     wanted: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
     # All differences are gathered before anything is raised: a user sees in one run
-    # whether a name, a size or the whole model is another.
+    # whether a name, a size or the entire model differs.
     there, mismatches = source.tensors, []
     for name, shape in wanted.items():
         if name not in there:

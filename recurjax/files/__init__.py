@@ -1,1 +1,1 @@
-"""What is read and written: whole or not at all, JSON from outside, buckets."""
+"""Reading and writing files: atomic writes, untrusted JSON, buckets."""

@@ -25,7 +25,7 @@ class Expected(NamedTuple):
     """What an array must be.
 
     Attributes:
-      kinds: of its dtype, numpy's letters: "iu" for whole numbers, "f" for floats.
+      kinds: of its dtype, numpy's letters: "iu" for integers, "f" for floats.
       shape: None for a size that may be any.
     """
 

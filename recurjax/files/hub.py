@@ -205,7 +205,7 @@ def _quiet() -> Iterator[None]:
 
     logger = logging.getLogger("huggingface_hub")
     level, bars = logger.level, not utils.are_progress_bars_disabled()
-    # Who set the variable asked for its messages.
+    # A user who sets the variable wants its messages.
     if "HF_HUB_VERBOSITY" not in os.environ:
         logger.setLevel(logging.CRITICAL)
     if bars and not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""JSON from outside: whatever is wrong with it is told in one sentence.
+"""Untrusted JSON: any fault in it becomes an error of one sentence.
 
 A file that was cut off, damaged or made to harm can hold bytes that are no UTF-8, lists
 nested ten thousand deep, numbers of a thousand digits and half characters. All of that
@@ -16,7 +16,7 @@ from recurjax.errors import UserError
 DEEPEST = 64
 """Lists and objects inside each other; configs need about ten."""
 MOST_DIGITS = 40
-"""Digits of a whole number: states of random generators have 39, 128 bits."""
+"""The most digits of an integer: states of random generators have 39 (128 bits)."""
 
 
 def read_json(file: Path, what: str) -> Any:

@@ -57,7 +57,7 @@ _WORDS = ("credential", "anonymous", "401", "403", "forbidden", "denied", "unaut
 
 
 def url_of(path: str | Path) -> str | None:
-    """Returns the URL that a path stands for, None for a path of this machine.
+    """Returns the URL of a path, None for a local path.
 
     A `Path` made of a URL has lost one of its slashes; it gets it back.
     """
@@ -85,8 +85,8 @@ def open_store(url: str, *, write: bool = False) -> "Store":
     # Imported here: most runs never see a bucket, and the import takes a while.
     import fsspec
 
-    # They print tracebacks of errors that they raise as well, told in a sentence here.
-    # Who asked for their messages keeps them.
+    # They also print tracebacks of errors that they raise, which we report in a
+    # sentence. # A user who enabled their messages keeps them.
     for name in ("gcsfs", "google.auth"):
         if logging.getLogger(name).level == logging.NOTSET:
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -176,7 +176,7 @@ class Store:
         self._ask(lambda: self.system.get_file(self._inner(name), str(file)))
 
     def send(self, file: Path, name: str) -> None:
-        """Copies a file into an object, which appears whole or not at all."""
+        """Copies a file into an object, which appears complete or not at all."""
         self._ask(lambda: self.system.put_file(str(file), self._inner(name)))
 
     def write(self, name: str, content: bytes) -> None:
@@ -274,8 +274,8 @@ _temporary: list[Path] = []
 def cache_folder() -> Path:
     """Returns the folder of all copies: `$RECURJAX_CACHE/stores`.
 
-    By default it is in the user's cache folder. The variable set to nothing stands for
-    a folder that is removed when the process ends.
+    By default it is in the user's cache folder. An empty variable means a folder that
+    is removed when the process ends.
     """
     cache = caches.cache_folder()
     if cache is not None:
@@ -432,7 +432,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _behind_not_found(error: FileNotFoundError) -> Exception | None:
-    """Returns why a web server was not asked or would not say; None: nothing is there.
+    """Returns why a web server gave no answer; None: the file does not exist.
 
     fsspec calls every failure to ask over https:// a missing file.
     """

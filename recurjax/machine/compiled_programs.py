@@ -78,7 +78,7 @@ class ProgramCache:
     """Entries of one folder, by key; jax asks for `get` and `put`.
 
     Several processes may read and write at once, on shared file systems too: an entry
-    appears whole, and two that write the same key write the same program.
+    appears complete, and two that write the same key write the same program.
     """
 
     def __init__(self, folder: Path, *, largest: int = _LARGEST):

@@ -19,7 +19,7 @@ class Hardware:
       memory_bandwidth: bytes/s to and from that memory.
       link: bytes/s that a device sends to one neighbour; both directions at once.
       links_per_axis: neighbours along one axis of the interconnect: 2 in a ring, and
-        1 where all devices hang on one switch (`link` is then the whole device's).
+        1 where all devices hang on one switch (`link` is then that of the full device).
       ring: devices along an axis of the topology from which it closes to a ring; a
         shorter axis is a chain, which carries half. 0: a switch, nothing to close.
       launch: seconds that a kernel costs at least, however small; 0: not counted.

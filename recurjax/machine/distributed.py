@@ -68,8 +68,8 @@ def start_processes() -> None:
 def require_joined() -> None:
     """Refuses devices of several processes that have not joined each other.
 
-    A TPU shows the whole slice to every process, joined or not: such a run would train,
-    and fail at its first save or not see SIGTERM.
+    A TPU shows the entire slice to every process, joined or not: such a run would
+    train, and fail at its first save or not see SIGTERM.
 
     Raises:
       UserError: they have not.

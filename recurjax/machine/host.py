@@ -1,10 +1,9 @@
 """Settings of the process that make XLA faster; they count from its start.
 
 All are of the process, not of a program, so a library must not touch them: the command
-line and the scripts do, before jax is imported or asked for its devices. Only the
-number of a CPU's devices is also set for who asks for a mesh of several
-(`reading_mesh`), which would otherwise be refused. Those for CPU are measured in
-docs/benchmarks.md.
+line and the scripts do, before jax is imported or queried for its devices. The number
+of CPU devices is also set for a caller that needs a mesh of several (`reading_mesh`),
+which would otherwise fail. Those for CPU are measured in docs/benchmarks.md.
 """
 
 import ctypes
@@ -36,10 +35,10 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 def prepare(*, flags: bool = True, reading: bool = False) -> None:
     """Keeps freed memory for the next step, and sets XLA's flags for these models.
 
-    A training step frees its buffers and asks for the same ones again; by default
-    glibc hands large ones back, and the kernel clears every page anew. The process then
-    stays as large as its largest step, and grows where steps alternate with other work
-    (`give_back_freed_memory`). Where there is no glibc, nothing is set.
+    A training step frees its buffers and allocates the same ones again. By default
+    glibc returns large ones to the kernel, which then clears every page again. The
+    process then stays as large as its largest step, and grows where steps alternate
+    with other work (`give_back_freed_memory`). Where there is no glibc, nothing is set.
 
     Args:
       flags: whether to set those of XLA's that XLA_FLAGS does not name already; the
@@ -58,8 +57,8 @@ def give_back_freed_memory() -> None:
 
     Kept memory is one heap: what an evaluation or a checkpoint leaves in it, between
     the steps' buffers, makes holes that the next steps' buffers do not fit, so that a
-    process grows by each. To be called after such work; the next step takes its pages
-    anew, once.
+    process grows by each. To be called after such work; the next step faults its pages
+    in once more.
     """
     if _kept:
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, or as pieces of a stream."""
+"""Answers in OpenAI's format: complete, or as pieces of a stream."""
 
 import secrets
 import time
@@ -25,7 +25,7 @@ class Choice:
         self.index, self.stream, self.begin = index, stream, begin
         self.begun = False
         self.text = ""
-        self.offset = 0  # Characters of the tokens whose probabilities were told.
+        self.offset = 0  # Characters of the tokens with reported probabilities.
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
@@ -129,7 +129,7 @@ class Answers:
             yield {**self._headed(chunk=True), "choices": [], "usage": usage}
 
     def _headed(self, *, chunk: bool = False) -> dict[str, Any]:
-        # Pieces of a completion are named as the whole is; a chat's are chunks.
+        # Pieces of a completion have its object name; a chat's are chunks.
         kind = "chat.completion" if self._chat else "text_completion"
         return {
             **self._head,

@@ -1,4 +1,4 @@
-"""The routes: bodies in, engines asked, JSON and server-sent events out."""
+"""The routes: parse bodies, call engines, return JSON and server-sent events."""
 
 import asyncio
 import hmac
@@ -106,8 +106,8 @@ class App:
 
         Args:
           models: by the names that clients use.
-          api_key: asked of every route but /health.
-          cors: origins of web pages that may ask.
+          api_key: required by every route but /health.
+          cors: origins of web pages that may connect.
           hosts: names by which clients may call this server. A page of another site
             can reach it by a name of its own, which it lets point here.
           addresses: also answer to any IP address, which no such page can use.
@@ -182,7 +182,9 @@ class App:
                 failure = RequestError(400, str(error))
             except ClientDisconnect:
                 failure = RequestError(400, "the client has gone")
-            except Exception as error:  # ours: told here in full, to clients by name
+            except (
+                Exception
+            ) as error:  # ours: logged here in full, sent to clients by name
                 traceback.print_exc()
                 failure = RequestError(
                     500, f"the server failed: {type(error).__name__}"
@@ -262,7 +264,7 @@ class App:
 
     def _model(self, body: Mapping[str, Any]) -> Served:
         name = body.get("model")
-        # Who serves one model need not be told which.
+        # With a single model, `model` may be omitted.
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
@@ -521,7 +523,7 @@ def check_budget(
     """Refuses a request by its lengths, before any work is done for it.
 
     Its texts (prompts times n) are at most the model's slots and places in the queue;
-    a prompt has at most a slot's tokens, and a text the bytes of so many.
+    a prompt has at most a slot's tokens, and a text at most their bytes.
 
     Args:
       served: of the model.
@@ -567,7 +569,7 @@ def _is_address(name: str) -> bool:
 
 def _encode(tokenizer: Tokenizer, text: str, bos: bool) -> list[int]:
     ids = tokenizer.encode(text).tolist()
-    # An empty text still needs a token to read: BOS stands for it.
+    # An empty text still needs a token to read: use BOS.
     if tokenizer.bos is None or (ids and not bos):
         return ids
     return [tokenizer.bos, *ids]

@@ -23,13 +23,14 @@ LONGEST_OPTIONS = 2**16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a body asks for, beside its prompt.
+    """The settings of a body, without its prompt.
 
     Attributes:
       model: its name.
       max_tokens: None: as many as the slot has room for.
-      top_logprobs: likeliest tokens told at each place; None: no probabilities.
-      token_ids: tell them beside the text.
+      top_logprobs: the most likely tokens returned at each position; None: no
+      probabilities.
+      token_ids: return them next to the text.
       exits: tell by which loop each piece of it left.
       threshold: of the server's exit rule; None: the rule's own.
     """
@@ -180,7 +181,7 @@ def read_prompts(body: Mapping[str, Any]) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        # Texts, one prompt's ids, or several prompts' ids: told apart by their kind.
+        # Texts, one prompt's ids, or several prompts' ids: the type decides.
         if all(isinstance(text, str) for text in prompt):
             return prompt
         if _are_ids(prompt):

@@ -12,7 +12,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class Metrics:
-    """Counts requests; asks the engines when it is asked itself."""
+    """Counts requests; reads the engines' figures at each scrape."""
 
     def __init__(
         self, registry: CollectorRegistry, workers: Callable[[], dict[str, Worker]]
@@ -31,7 +31,7 @@ class Metrics:
             labelnames=("model", "reason"),
             registry=registry,
         )
-        # `collect` below is asked at each scrape: engines' figures are never stale.
+        # Each scrape calls `collect` below, so engines' figures are never stale.
         registry.register(self)
 
     def ended(self, model: str, stream: AnswerStream) -> None:

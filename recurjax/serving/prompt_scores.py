@@ -54,7 +54,7 @@ class PromptScorer:
 
         Args:
           length: tokens that a prompt may have.
-          top: how many likeliest tokens are told at each place.
+          top: how many of the likeliest tokens are returned at each position.
           compiler_options: of XLA.
         """
         self._model, self._width = model, min(MOST_AT_ONCE, length)
@@ -79,7 +79,7 @@ class PromptScorer:
     def score(self, prompt: Int[np.ndarray, " T"]) -> Iterator[PromptScores | None]:
         """Yields None after each piece, and the scores after the last one."""
         cache, scores = self._fresh(), PromptScores([], [])
-        # The last token is asked and not read.
+        # The last token is scored and not read.
         for at in range(0, len(prompt) - 1, self._width):
             ids = prompt[at : at + self._width][: len(prompt) - 1 - at]
             row = np.zeros((1, self._width), np.int32)

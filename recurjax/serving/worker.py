@@ -38,7 +38,7 @@ class AnswerStream:
     """A request as the event loop sees it.
 
     Attributes:
-      scores: of the prompt, where they were asked for; there before the first news.
+      scores: of the prompt, if requested; available before the first news.
       continues: whether the model continues the prompt, or only scores it.
       news: of this stream and of those that were submitted with it.
     """
@@ -56,7 +56,7 @@ class AnswerStream:
         self.continues = continues
         self.scores: PromptScores | None = None
         self.news = news
-        # Bound to the loop that asked: the thread hands news over to that one.
+        # Bound to the caller's event loop, to which the thread passes news.
         self.loop = asyncio.get_running_loop()
         self.open = True
         # These two are the engine's thread's.
@@ -179,7 +179,7 @@ class Worker:
         return streams
 
     def check_count(self, texts: int) -> None:
-        """Refuses more texts than could ever wait; asked before any work is done.
+        """Rejects more texts than the queue can hold, before any work.
 
         Raises:
           RequestError: 400, and no 429, on which clients ask the same again; 503.
@@ -222,7 +222,7 @@ class Worker:
             self.engine = engine
             while self._serve(engine):
                 pass
-        except Exception as error:  # told to every client; the server goes on
+        except Exception as error:  # every client gets the error; the server continues
             self.broken = str(error).partition("\n")[0][:300] or type(error).__name__
             # Those not yet submitted wait for news too and would wait for ever.
             waiting: list[AnswerStream | None] = []
@@ -234,8 +234,8 @@ class Worker:
 
     def _serve(self, engine: Engine) -> bool:
         """Does one step, or waits for something to do; False: stop."""
-        # Everything asked meanwhile is taken before the next step; an idle engine
-        # blocks in get() instead of spinning.
+        # Take all new requests before the next step; an idle engine blocks in get()
+        # instead of spinning.
         while not ((engine.busy or self._scoring) and self._inbox.empty()):
             act, stream = self._inbox.get()
             if stream is None:
@@ -263,7 +263,7 @@ class Worker:
         self._running[stream.request] = stream
 
     def _score(self, engine: Engine) -> None:
-        """Scores a piece of one prompt; a whole one goes to the engine."""
+        """Scores a piece of one prompt; a complete one goes to the engine."""
         if self._scoring:
             stream, pieces = self._scoring[0]
             stream.scores = next(pieces)
@@ -275,7 +275,7 @@ class Worker:
         stream = self._running.get(request)
         if stream is None:
             return None
-        # Requests only grow: what is new lies behind what was told last.
+        # Requests only grow: the news is whatever follows the last report.
         tokens, text = stream.sent
         news = News(
             text=request.text[text:],

@@ -19,7 +19,7 @@ def with_evenly_kept_layers(
     """Leaves out layers of a Transformer, so that the loops divide those that stay.
 
     Args:
-      mesh: that the model lies on, and what it becomes; None: one device.
+      mesh: of the model and of the result; None: one device.
 
     Raises:
       UserError: the model is no Transformer, has fewer layers than loops, or has
@@ -105,7 +105,7 @@ def with_loops(model: Decoder, loops: int) -> Decoder:
 
     def make(name: str) -> Array:
         # Additions and untied norms are each loop's own, the leading axis counting
-        # loops; the block itself is shared and stays whole.
+        # loops; the block itself is shared and does not change.
         is_addition = name.startswith("stack.adapters.")
         untied = name.startswith("stack.blocks.") and not is_matrix(name)
         by_loop = is_addition or (untied and not stack.tie_norms)

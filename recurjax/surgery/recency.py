@@ -25,7 +25,7 @@ from recurjax.types import Array, Tokens
 from recurjax.variants.transformer import TransformerConfig
 
 Scope = Literal["heads", "groups", "layer"]
-"""heads: the most recent of the whole model; groups: whole groups that share a key
+"""heads: the most recent of the full model; groups: complete groups that share a key
 head, by their mean, so that every one frees its cache; layer: as many in each layer."""
 
 
@@ -301,7 +301,7 @@ def choose_heads(
     L, H = recency.count.shape
     check_share(share)
     count, ratio = recency.count.astype(float), recency.ratio
-    # Groups are ranked by their mean, as whole groups go.
+    # Groups are ranked by their mean, because complete groups are replaced.
     if scope == "groups":
         count, ratio = (
             x.reshape(L, recency.key_heads, -1).mean(-1) for x in (count, ratio)
@@ -316,7 +316,7 @@ def choose_heads(
             chosen |= set(heads[: round(share * columns)])
     else:
         chosen = set(order[: round(share * L * columns)].tolist())
-    # Query heads of one column: 1, or a whole group.
+    # Query heads of one column: 1, or a full group.
     size = H // columns
     return tuple(
         tuple(head for head in range(H) if layer * columns + head // size in chosen)

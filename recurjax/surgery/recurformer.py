@@ -158,7 +158,7 @@ BATCH = 4
 
 
 class MixerFit(NamedTuple):
-    """How well one layer's mixer stands in for its heads.
+    """How well one layer's mixer approximates its heads.
 
     Attributes:
       layer: its number.
@@ -246,8 +246,8 @@ def record_heads(
     """Yields each layer's number, and values and outputs [n, T, chosen ones, E].
 
     Args:
-      chosen: for each layer key heads, whose values are told, and query heads, whose
-        outputs are; a key head may be named more than once.
+      chosen: for each layer key heads, whose values are recorded, and query heads,
+      whose outputs are; a key head may be named more than once.
     """
     stack = base.stack
     assert isinstance(stack, TransformerStack)

@@ -320,7 +320,7 @@ class RecursiveParts:
             self.sources = source_layers(
                 start.init, base.layers, stack.loops, stack.sharing
             )
-        # A and B that were made with others and not yet asked for.
+        # A and B that were computed with others and not yet requested.
         self._factors: dict[tuple[int, str, str], np.ndarray] = {}
 
     def __call__(self, name: str) -> np.ndarray | Array:
@@ -439,8 +439,8 @@ class RecursiveParts:
         # No matrix has more rank than its smaller side.
         rank = min(self.stack.rank, *residual.shape)
         if self.start.adapters == "svd" and residual.any():
-            # The mean of two layers lies between them: the residuals differ in sign
-            # alone, and the singular vectors of one are the other's too.
+            # The mean of two layers is halfway between them: the residuals differ in
+            # sign only, and the singular vectors of one are the other's too.
             opposite = self.start.init == "average" and self.stack.loops == 2
             if vectors is None or not opposite:
                 vectors = leading_vectors(residual, rank)
@@ -470,7 +470,7 @@ def is_matrix(name: str) -> bool:
 def _drawn_block(
     config: ModelConfig, stack: RelaxedRecursiveTransformerConfig, seed: int
 ) -> dict[str, Array]:
-    """Returns a block as a new model draws it; it is held beside both models."""
+    """Returns a newly drawn block; memory holds it in addition to both models."""
     # Norms and additions apart: only the block itself is drawn.
     plain = dataclasses.replace(stack, rank=0, tie_norms=True)
     fresh = dataclasses.replace(config, stack=plain)
@@ -534,7 +534,7 @@ def factors_along(
 
 
 class Energy(NamedTuple):
-    """How far one depth's matrix lies from the shared one, and what is made up for.
+    """The distance of one depth's matrix from the shared one, and the recovered share.
 
     Attributes:
       depth: of the layer, from 0.

@@ -104,7 +104,7 @@ def _launch(
 
     params = plgpu.CompilerParams(
         # Layouts of most values follow from those of what is read, which the compiler
-        # infers with the semantics of a whole warpgroup.
+        # infers with the semantics of a full warpgroup.
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         # Sums stay within a warp; both warpgroups would have the same memory for them.
         reduction_scratch_bytes=0,
@@ -125,7 +125,7 @@ def _launch(
 
 
 class Counters(NamedTuple):
-    """Where workers are told of blocks of rows: counters in memory that only grow.
+    """Signals between workers about blocks of rows: counters in memory that only grow.
 
     A block has one for each of KINDS, which a position raises by
     `launch.arrivals(kind)`.
@@ -149,7 +149,7 @@ class Counters(NamedTuple):
             plgpu.semaphore_signal(self._of(kind, block), memory_scope="gpu")
 
     def wait(self, until: Arrivals, block) -> None:
-        """Waits until a block was told of so often; what was written then is seen."""
+        """Waits until a block's counter reaches a value; earlier writes are visible."""
         if self.arrivals is not None:
             counter = self._of(until.kind, block)
             times = until.times

@@ -154,7 +154,7 @@ class Launch:
         return max(self.blocks, PAIR + 1)
 
     def ticks(self, count: int) -> int:
-        """Returns how many there are for so many positions."""
+        """Returns how many there are for `count` positions."""
         return (count - 1) * self.period + self.blocks + PAIR
 
     def task(self, tick: Any, kind: Any, count: int) -> RowTask:
@@ -181,7 +181,7 @@ class Launch:
         return part == block % self.cut.down.parts
 
     def arrivals(self, kind: Any) -> Any:
-        """Returns how often a block is told of at a position."""
+        """Returns how often a block is signalled at a position."""
         out, up, down, key, value = (stage.programs for stage in self.cut.stages)
         sums = self.cut.down.groups
         heads = self.spec.heads

@@ -108,7 +108,7 @@ def refusal_of_device() -> str | None:
 def refusal(
     x: Float[Array, "B T D"], weights: LayerWeights, spec: LayerSpec, programs: int
 ) -> str | None:
-    """Returns why the kernel cannot run a layer in up to so many programs, or None."""
+    """Returns why `programs` programs cannot run a layer, or None."""
     if spec.rope_base is not None:
         return "has no rotary embedding"
     if spec.block != 1:

@@ -35,7 +35,7 @@ Y_SQUARES, Z_SQUARES, KEY_SQUARES = range(3)
 
 
 class RowWorker(NamedTuple):
-    """Who does a task: a program, where its weight lies, and which of its workers."""
+    """Who does a task: a program, the place of its weight, and which of its workers."""
 
     program: Any
     played: Any  # in `TileScratch.held`

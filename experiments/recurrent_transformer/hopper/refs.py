@@ -1,7 +1,7 @@
 """What the persistent kernel reads, writes and holds on chip, by name.
 
-Rows B are padded to whole blocks of 64; P is the number of programs, V of those that
-one instance of the grid plays, C a program's columns, G the groups of a stage.
+Rows B are padded to full blocks of 64; P is the number of programs, V of those that one
+instance of the grid plays, C a program's columns, G the groups of a stage.
 """
 
 from functools import partial
@@ -29,8 +29,8 @@ from pallas_kernels.recurrent_prefill.equations import PreparedWeights
 class Resident(NamedTuple):
     """A layer's weights as the kernel multiplies them, program after program.
 
-    A norm's scale stands in the weight behind it and its shift in that product's bias:
-    rows are multiplied as they are, and each result by its row's factor.
+    A norm's scale is folded into the next weight and its shift into that product's
+    bias: rows are multiplied as they are, and each result by its row's factor.
     """
 
     weights: Array  # [P, C, D], bfloat16: a program's columns of its weight, turned

@@ -79,7 +79,7 @@ class FromHf(_Checked):
       source: a directory with config.json and safetensors, a .gguf file, or
         OWNER/NAME[@REVISION] of the Hugging Face Hub (hf:OWNER/NAME where a folder has
         that name).
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       tokenizer: a tokenizer.json or its folder instead of the model's own.
       ignore_key: keys of config.json that recurjax does not know and that do not change
         the model.
@@ -105,7 +105,7 @@ class ToTorch(_Checked):
 
     Attributes:
       run: the run directory.
-      out: the new directory; it appears whole or not at all.
+      out: the new directory; it appears complete or not at all.
       format: torch: weights, config and a module file that needs torch, safetensors
         and numpy only; hf: what transformers loads by itself, for models that one of
         from-hf's families can be.
@@ -128,7 +128,7 @@ class FromTorch(_Checked):
 
     Attributes:
       source: the exported directory, or OWNER/NAME[@REVISION] of the Hugging Face Hub.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       check: compare both sides, where torch is installed; into parity.json.
       torch_python: the interpreter that has torch; None: this one.
       ids: a .npy file with token ids [B, T] to compare on.
@@ -145,7 +145,7 @@ class FromAuthors:
 
     Attributes:
       source: a .safetensors file, a directory with some, or a file of torch.save.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       experiment: a Python file whose config() has the checkpoint's model.
       tokenizer: a tokenizer.json or the folder of a tokenizer.
     """

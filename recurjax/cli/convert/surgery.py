@@ -87,7 +87,7 @@ class ToRecurFormer:
 
     Attributes:
       run: a run or an imported directory with a Transformer.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       beta: share of the heads to replace, from 0 to 1.
       scope: heads: the most recent of the full model; groups: complete groups of a key
       head, which frees caches under grouped queries; layer: as many in each layer.
@@ -414,7 +414,7 @@ class ToRecursive(RangeChecks):
 
     Attributes:
       run: a run or an imported directory with a Transformer.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       loops: how often the block runs; divides the layers.
       init: which layers the block starts from: stepwise, average, lower, upper,
         fixed_start, or random: none.
@@ -535,7 +535,7 @@ class ToTransformer(RangeChecks):
 
     Attributes:
       run: the run directory of a recursive model.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       step: of the checkpoint; None: the newest.
       mesh: devices of both models.
     """

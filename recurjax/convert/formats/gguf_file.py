@@ -83,8 +83,8 @@ def open_gguf(
     """Opens a file.
 
     Returns:
-      What its config.json would say, its weights, its tokenizer if asked for, and what
-      it says of chats.
+      What its config.json would say, its weights, its tokenizer if requested, and its
+      chat settings.
 
     Raises:
       UserError: the package is missing, the file is damaged, of another architecture or
@@ -143,7 +143,7 @@ class GgufFile:
         keys: dict[str, Any],
         architecture: str,
     ):
-        """Takes the names and shapes; weights are read when they are asked for.
+        """Takes the names and shapes; weights are read on demand.
 
         Args:
           path: the file.
@@ -212,7 +212,7 @@ def _bytes_of(tensor: GgufTensor) -> int:
     """Counts the bytes of a tensor in the file.
 
     Raises:
-      ValueError: its kind is not known, or its rows are no whole blocks.
+      ValueError: its kind is not known, or its rows are not full blocks.
     """
     from gguf.constants import (  # pyright: ignore[reportMissingImports]
         GGML_QUANT_SIZES,
@@ -222,7 +222,7 @@ def _bytes_of(tensor: GgufTensor) -> int:
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     # Quantised weights come in blocks that share a scale.
     if tensor.shape[-1] % block:
-        raise ValueError(f"a row of {tensor.name} is no whole number of blocks")
+        raise ValueError(f"a row of {tensor.name} is not a multiple of the block size")
     return math.prod(tensor.shape) // block * size
 
 

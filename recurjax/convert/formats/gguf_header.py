@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its fields, and where each tensor lies.
+"""The header of a GGUF file: its fields, and the place of each tensor.
 
 Read value by value: the package `gguf` keeps arrays for each token of a vocabulary,
 hundreds of MiB. Source: the format's description in ggml's docs/gguf.md, versions 2
@@ -19,7 +19,7 @@ _MOST_AXES = 4
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Attributes:
       name: as llama.cpp calls it.

@@ -58,7 +58,7 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
         tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
-    # Which tokens stand for no text, and which are whole words of the user's.
+    # Which tokens have no text, and which are words that the user defined.
     if not isinstance(kinds, list):
         raise UserError(f"{where}: tokenizer.ggml.token_type must be a list")
     for token, number in zip(tokens, kinds, strict=False):

@@ -42,7 +42,8 @@ class SafetensorsFiles:
         """Reads the headers.
 
         Raises:
-          UserError: a file is not whole, its header lies, or two hold the same name.
+          UserError: a file is incomplete, its header is wrong, or two hold the same
+          name.
         """
         self.where = where
         self.tensors: dict[str, TensorInfo] = {}

@@ -64,7 +64,7 @@ class RenamedTensors:
 
 
 _ALIGNED = 64
-"""Bytes: jax keeps a CPU array that lies on such a border, and copies others."""
+"""Bytes: jax keeps a CPU array with this alignment, and copies others."""
 
 
 def empty_for_jax(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:

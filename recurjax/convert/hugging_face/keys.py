@@ -86,7 +86,7 @@ class Keys:
         return key in self._values
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Takes a positive whole number; null counts as absent."""
+        """Takes a positive integer; null counts as absent."""
         # Old files write null where a key is not used.
         value = self._values.pop(key, None)
         value = default if value is None else value
@@ -100,7 +100,7 @@ class Keys:
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """Takes a positive whole number or null."""
+        """Takes a positive integer or null."""
         if self._values.get(key, default) is not None:
             return self.size(key, default)
         self._values.pop(key, None)
@@ -142,7 +142,7 @@ class Keys:
         return value
 
     def word(self, key: str, choices: dict[str, Any], default: str) -> Any:
-        """Takes one of a few words and returns what it stands for."""
+        """Takes one of a few words and returns its value."""
         value = self._values.pop(key, None)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:

@@ -105,7 +105,7 @@ def ignored_tensors(architecture: str, config: ModelConfig) -> set[str]:
 
 
 def with_usual_names(source: TensorSource, architecture: str) -> TensorSource:
-    """Returns a checkpoint under the names that its family's whole model has.
+    """Returns a checkpoint under the names of its family's full model.
 
     A file of the decoder without its head has no prefix ("h.0.ln_1.weight"); one of a
     model that reads images too has the text model inside it.

@@ -121,7 +121,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class KeyHeads:
-    """num_key_value_heads: null stands for as many as query heads.
+    """num_key_value_heads: null means as many as query heads.
 
     Attributes:
       default: of transformers' class, where the key is missing; None: as null.
@@ -168,7 +168,7 @@ class QueryScale:
     def write(self, values: Values) -> dict[str, Any]:
         scale = values["scale"]
         scalar = values["head_width"] if scale is None else scale**-2
-        # What rounding has added to a whole number.
+        # The rounding error of an integer.
         if math.isclose(scalar, round(scalar), rel_tol=1e-12):
             scalar = round(scalar)
         return {"query_pre_attn_scalar": scalar}

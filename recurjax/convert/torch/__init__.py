@@ -1,4 +1,4 @@
-"""PyTorch: a run out as a module that stands by itself, and back."""
+"""PyTorch: exports a run as a self-contained module, and reads it back."""
 
 from recurjax.convert.torch.export import (
     compare_with_export,

@@ -102,7 +102,7 @@ def to_torch(
       UserError: the variant has no PyTorch module, or is none of Hugging Face's
         architectures; `out` is taken; the disk is full; the PyTorch side fails.
     """
-    # Asked before anything is written.
+    # Check before writing anything.
     config = run.model.config
     if format == "torch" and type(config.stack) not in TEMPLATES:
         raise UserError(
@@ -165,7 +165,7 @@ def _asks_length(stack: StackConfig) -> bool:
 def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Check:
     """Compares a run with an export's weights in PyTorch; see `compare`.
 
-    The module that reads them is written anew from the run's config. The one in the
+    The module that reads them is generated from the run's config. The one in the
     directory is not run: importing weights must not execute what came with them.
     """
     # Into a folder that goes away: the module is only for this comparison.
@@ -270,13 +270,14 @@ def to_tensors(
 
     Args:
       model: on one process' devices.
-      pieces: what lies where; together they fill each tensor.
+      pieces: the place of each parameter; together they fill each tensor.
       dtype: of all tensors; None: each has its parameter's, the numbers unchanged.
     """
     arrays = named(to_nested_dict(model))
     of_tensor: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
-        # A tensor of theirs may hold several parameters of ours, and is written whole.
+        # A tensor of theirs may hold several parameters of ours, and is written in one
+        # go.
         of_tensor[piece.tensor].append(piece)
     tensors = {}
     for name, parts in of_tensor.items():
@@ -399,14 +400,14 @@ def from_torch(
             f"{keys.get('format')!r}, not {FORMAT!r}"
         )
     missing = [name for name in ("model", "experiment", "step") if name not in keys]
-    # Each is named, so that a file of another kind is told apart from a damaged one.
+    # Name each one, so that a file of another kind differs from a damaged one.
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}")
     step = keys["step"]
     if type(step) is not int or not 0 <= step <= LARGEST_SIZE:
         raise UserError(f"{file}: step must be a number of steps, got {step!r:.60}")
     config = from_json(ModelConfig, keys["model"], path="model")
-    # The experiment beside the model, so that a run can go on from it.
+    # The experiment next to the model, so that a run can continue from it.
     experiment = from_json(Experiment, keys["experiment"], path="experiment")
     if changed := model_differences(config, experiment.model):
         raise UserError(

@@ -22,7 +22,7 @@ from variant import build_layers, position_of
 
 
 class Cache:
-    """Where each row stands, and what each layer keeps of its tokens.
+    """Each row's position, and what each layer keeps of its tokens.
 
     Attributes:
       states: one for each layer.
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         multiple = config["pad_vocabulary_to"]
         # Rows are padded to a multiple; predictions leave the padding out below.
         rows = -(-config["vocabulary"] // multiple) * multiple
-        # A stack made of a Transformer keeps its whole config inside its own.
+        # A stack made of a Transformer keeps its full config inside its own.
         width = stack.get("transformer", stack)["width"]
         self.embedding = nn.Embedding(rows, width)
         position = position_of(stack)

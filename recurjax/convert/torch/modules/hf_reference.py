@@ -36,7 +36,7 @@ def main() -> None:
     with torch.no_grad():
         output = model(ids, output_hidden_states=True)
         logits = output.logits
-        # The first step reads the whole prompt, each later one its newest token.
+        # The first step reads the full prompt, each later one its newest token.
         cache, tokens, token = None, [], ids
         for _ in range(options.new_tokens):
             step = model(token, past_key_values=cache, use_cache=True)

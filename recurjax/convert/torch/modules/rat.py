@@ -77,7 +77,7 @@ class Mixer(nn.Module):
 
 
 class RnnMixer(Mixer):
-    """The recurrence over the whole sequence."""
+    """The recurrence over the full sequence."""
 
     def mixed(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
         # A gate of 1 keeps the state as it is.
@@ -131,7 +131,7 @@ class RatMixer(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """Returns keys and values [B, G, H, E] at the ends of chunks, by their number.
 
-        The last position of each chunk stands for all of it.
+        The last position of each chunk represents all of it.
         """
         C, size = self.config["chunk"], tokens.capacity // self.config["chunk"] + 1
         places = tokens.places.expand(k.shape[:2])

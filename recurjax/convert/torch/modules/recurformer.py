@@ -1,4 +1,4 @@
-"""RecurFormer: some heads attend, one Mamba a layer stands in for the others."""
+"""RecurFormer: some heads attend, one Mamba a layer replaces the others."""
 
 import math
 

@@ -39,7 +39,7 @@ class Map(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, matrix: bool, bias: bool):
         super().__init__()
         # Not nn.Linear, which always has a matrix: an untied bias belongs to one use of
-        # the layer, whose matrix lies in the shared block.
+        # the layer, whose matrix is in the shared block.
         self.weight = nn.Parameter(torch.zeros(outputs, inputs)) if matrix else None
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
@@ -190,8 +190,8 @@ class LoopedLayers(nn.Module):
 
     def propagate(self, x: Tensor, b: int, tokens: Tokens, states: list[State]) -> None:
         """Writes the keys and values that tokens which left after b loops lack."""
-        # The state in which a token left stands for the input of every deeper layer, as
-        # in CALM (Schuster et al. 2022, section 3.3).
+        # The last state of a token that left is the input of every deeper layer, as in
+        # CALM (Schuster et al. 2022, section 3.3).
         for deeper in range(b, self.loops):
             for layer in range(self.count):
                 part = self.part_of(deeper, layer)
@@ -321,7 +321,7 @@ class LoopedLayers(nn.Module):
 
 @torch.no_grad()
 def exit_logits(model: Any, ids: Tensor) -> Tensor:
-    """Returns the logits after each loop: those of the model of so many loops."""
+    """Returns the logits after each loop: those of the model with that many loops."""
     layers, first = model.layers, {}
     layers.check_exits("share" if layers.first else "propagate")
     tokens = model.tokens(ids, None)
