@@ -1,4 +1,4 @@
-"""The compilers of GPUs and TPUs that are not here, asked by tests.
+"""Compilers of GPUs and TPUs that are not present, for tests.
 
 They run in processes of their own: their plugins would disturb one that runs on the
 CPU. A process takes seconds to start and to open its compiler, so there is one for GPUs

@@ -47,9 +47,9 @@ on CPU, where tiny programs run once or twice and are not worth optimising."""
 def all_compiled_quickly() -> Iterator[None]:
     """Compiles by `QUICK_COMPILE` whatever is compiled while the body runs.
 
-    Operations outside `jax.jit` too, and what other threads compile; what a program
-    says itself by `compiler_options` stands. jax has no setting for that but XLA_FLAGS,
-    which ends the process where a version does not know a flag.
+    Operations outside `jax.jit` too, and what other threads compile; a program's own
+    `compiler_options` win. jax has no setting for that but XLA_FLAGS, which ends the
+    process where a version does not know a flag.
     """
     options_for = compiler.get_compile_options
 

@@ -38,7 +38,7 @@ class Repository:
 
 @dataclass
 class FakeHub:
-    """What the server has, what was asked of it, and what it does wrong.
+    """The server's files, the requests to it, and its faults.
 
     Attributes:
       token: opens private and gated repositories, and lets a client write.
@@ -81,7 +81,7 @@ class FakeHub:
         return repository
 
     def fetched(self) -> list[str]:
-        """Returns the names of the files whose content was asked for."""
+        """Returns the names of the files whose content was requested."""
         found = (
             re.match(r"GET /.*/resolve/[^/]+/(.*)|GET (/lfs/.*)", r)
             for r in self.requests

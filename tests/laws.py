@@ -4,7 +4,7 @@
         models = SWITCHES
         build = staticmethod(build)
 
-To compile takes nearly all the time, so the laws share four programs a model: the whole
+To compile takes nearly all the time, so the laws share four programs a model: the full
 row in training, with documents and without, and on a cache a piece of `PIECE` tokens,
 of which `lengths` are real, and a single token. A new law should do with these.
 """
@@ -278,7 +278,7 @@ class StackLaws:
         np.testing.assert_array_equal(got[0], on[0])
 
     def test_an_inserted_row_goes_on_as_it_did_alone(self, model, ids):
-        """Rows do not mix: beside any neighbour is as alone."""
+        """Rows do not mix: next to any neighbour is as alone."""
         first, following = ids[:, :PIECE], ids[:, T - 1 :]
         other = (first + 1) % model.config.vocabulary
         _, cache = run(model, first, model.init_cache(B, T), [PIECE] * B)

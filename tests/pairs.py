@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Returns what each process is told beside its place: `devices` of its own."""
+    """Returns each process' variables apart from its number: `devices` of its own."""
     return {
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",

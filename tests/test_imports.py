@@ -10,10 +10,10 @@ import pytest
 
 from tests.source_tree import ROOT, imported_by, modules, tree_of
 
-# What stands in a row may be imported by every row below it, and by nothing above or
-# beside it. The longest name that fits a module decides; "objectives" are those in a
-# variant's folder, `variants/<paper>/objectives.py`, which call a whole model.
-# A new part needs a place here, and CONTRIBUTING.md tells the order in words.
+# Every row below a row may import its modules, and nothing above or in it may. The
+# longest name that fits a module decides; "objectives" are those in a variant's folder,
+# `variants/<paper>/objectives.py`, which call a complete model. A new part needs a
+# place here, and CONTRIBUTING.md describes the order.
 ORDER = (
     ("types", "errors", "lazy_names"),
     ("version",),

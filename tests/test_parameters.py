@@ -154,7 +154,7 @@ def test_what_belongs_to_heads_and_channels_is_cut_where_they_are():
         for at, axis in enumerate(rule.axes.replace("->", "").split())
         if axis in CUT_OVER_TENSOR
     ]
-    # Mamba's own width M lies between two channels: it is cut as a model's width is.
+    # Mamba's own width M is between two channels: it is cut as a model's width is.
     wanted = [
         (p, axis, "fsdp" if axis == "M" and "mamba" in p else "tensor")
         for p, axis, _ in matches

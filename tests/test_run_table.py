@@ -9,7 +9,7 @@ from tests.training import tiny_experiment
 from tests.training.tiny_experiment import changed, config
 
 IMPORTS = "from tests.training.tiny_experiment import changed, config as tiny\n"
-# Beside the constructor: in tests that one checks types, for users it does not.
+# Not by the constructor: in tests it checks types, for users it does not.
 SET = """
 def config():
     made = tiny()

@@ -340,7 +340,7 @@ def test_every_file_that_does_something_says_what():
 
 
 def test_every_folder_of_tests_is_a_package():
-    """Two files of one name in folders that are none stop the whole collection."""
+    """Two files of one name in folders that are not packages stop the collection."""
     folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
     assert [
         item for item in sorted(folders) if not (item / "__init__.py").is_file()

@@ -40,15 +40,15 @@ def assert_close(
 ) -> None:
     """Compares trees; a looser tolerance than the table's carries its reason.
 
-    An array whose largest value is below rounding noise of the whole tree's largest
-    stands for zero and is compared absolutely.
+    An array whose largest value is below rounding noise of the full tree's largest
+    counts as zero and is compared absolutely.
 
     Args:
       whole: a tree as `want`, where the arrays of `want` are cut from larger tensors:
-        beside each number the largest value of the tensor that it was cut from, on
-        whose scale the tolerance is meant. One entry of a vector over layers can
-        cancel to 1e-4 of its neighbours and then holds rounding noise that differs
-        between CPUs by 1e-3 of itself.
+        for each number the largest value of the tensor that it was cut from, on whose
+        scale the tolerance is meant. One entry of a vector over layers can cancel to
+        1e-4 of its neighbours and then holds rounding noise that differs between CPUs
+        by 1e-3 of itself.
     """
     got, want = (jax.tree.map(_wide, tree) for tree in (got, want))
     largest = [np.max(np.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(want)]

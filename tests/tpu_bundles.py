@@ -5,8 +5,8 @@
 TARGET is a TPU topology such as "v5e:2x2"; CASE as for `tests/compile_target.py`. A
 bundle is what a core issues in one cycle, so that a loop's bundles are the cycles of
 one turn of it, but for what waits for memory. Prints, for each kernel and each of its
-loops in the order of the program: how deep it stands, bundles of one turn without those
-of the loops inside, registers reloaded and spilled, and by unit the bundles that its
+loops in the order of the program: its depth, bundles of one turn without those of the
+loops inside, registers reloaded and spilled, and by unit the bundles that its
 operations alone would take.
 """
 

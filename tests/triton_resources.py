@@ -135,7 +135,7 @@ def unordered_atomics(ptx: str) -> int:
 
 def main(capability: str, case: str, *words: str) -> None:
     """Prints what each kernel of a case takes."""
-    # Asked by Triton 3.9, which says so aloud where it is not set: fused products.
+    # Triton 3.9 wants it set, and warns if it is not: fused products.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     module, function = case.split(":")
     call, arguments = getattr(importlib.import_module(module), function)(*words)

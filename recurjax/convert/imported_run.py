@@ -65,7 +65,7 @@ def write_run(
     """Writes a run directory whose one checkpoint holds the parameters and no more.
 
     Args:
-      out: where; it appears whole or not at all.
+      out: where; it appears complete or not at all.
       model: the parameters.
       experiment: becomes config.json.
       tokenizer: becomes tokenizer/.

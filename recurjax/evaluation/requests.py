@@ -49,7 +49,7 @@ class RequestFile(NamedTuple):
 
     Attributes:
       task: "arc_easy/rc_0shot": the file's two parent folders.
-      version: of the task, as the config.json beside the file says; None: unknown.
+      version: of the task, by the config.json next to the file; None: unknown.
     """
 
     task: str

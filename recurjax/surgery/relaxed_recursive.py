@@ -97,7 +97,7 @@ def to_recursive(
         models that have them as one matrix.
       norms: how tied norms start; None: as the matrices do. Biases of linear maps do.
       seed: of a random block, and of the drawn A where nothing is added.
-      mesh: that the model lies on, and what it becomes; None: one device.
+      mesh: of the model and of the result; None: one device.
       advance: gets how many matrices were given their additions since the last call;
         in all as many as `matrices` counts, where the rank is not 0.
 
@@ -140,7 +140,7 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
     Each depth's matrices are W + A B, multiplied in float64.
 
     Args:
-      mesh: that the model lies on, and what it becomes; None: one device.
+      mesh: of the model and of the result; None: one device.
 
     Raises:
       UserError: the model is not recursive, or its deeper loops read loop 1's keys and

@@ -1,4 +1,4 @@
-"""What PyTorch is asked in another interpreter."""
+"""Calls of PyTorch in another interpreter."""
 
 import os
 import sys

@@ -42,7 +42,7 @@ def served(request, tmp_path_factory):
     place = {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "FSSPEC_GS_TOKEN": "anon",
-        # Kinds of buckets that the server does not know are asked for by gRPC.
+        # Requests for kinds of buckets that the server does not know use gRPC.
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "any",
@@ -82,7 +82,7 @@ def runs(served, request):
 
 
 def copy_of(url, folder):
-    """Copies all that lies at a URL into a folder."""
+    """Copies everything at a URL into a folder."""
     store = open_store(url)
     for name in store.sizes():
         store.fetch(name, folder / name)

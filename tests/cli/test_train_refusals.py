@@ -117,7 +117,7 @@ def test_a_tokenizer_that_did_not_make_the_data_is_told(tmp_path):
 def claimed(tmp_path):
     run = RunDirectory(tmp_path / "runs" / "tiny")
     run.claim(config(), ByteTokenizer())
-    (run.checkpoints / "3").mkdir(parents=True)  # else it could be started anew
+    (run.checkpoints / "3").mkdir(parents=True)  # else it could be started again
     return run
 
 

@@ -1,4 +1,4 @@
-"""GGUF headers byte by byte, whole and damaged; the package gguf is not needed."""
+"""GGUF headers byte by byte, intact and damaged; the package gguf is not needed."""
 
 import struct
 

@@ -1,7 +1,7 @@
 """Out to PyTorch and back: bit-exact, and the same function where torch is at hand.
 
 `RECURJAX_TORCH_PYTHON` names an interpreter that has torch, safetensors and numpy (and
-transformers, for the Hugging Face format); without it this one is asked.
+transformers, for the Hugging Face format); without it the tests use this one.
 """
 
 import ast

@@ -52,7 +52,7 @@ def opened(file, *, fraction=0.2, **corpus):
 
 
 def told(ids, targets):
-    """Returns the text that was read, and that which was asked."""
+    """Returns the input text and the target text."""
     asked = targets[targets != IGNORED]
     return bytes(ids[ids < 256].astype(np.uint8)).decode().rstrip("\0"), asked.tolist()
 
@@ -65,7 +65,7 @@ def test_the_answer_and_its_end_are_asked_and_nothing_else(file):
         text, asked = told(ids, targets)
         assert (ids[0], text) == (EOS, prompt + answer)
         assert asked == [*answer.encode(), EOS]
-        # The first byte of the answer is asked where the prompt's last one is read.
+        # The first byte of the answer is the target of the prompt's last one.
         assert np.flatnonzero(targets != IGNORED)[0] == len(prompt)
     assert (rows[5][1] == IGNORED).all()  # the last batch is filled up
 
@@ -75,8 +75,8 @@ def test_a_long_prompt_loses_its_middle_and_keeps_both_ends(tmp_path):
     file = written(tmp_path / "long.jsonl", (prompt, answer), (prompt, "0123456789"))
     batch = next(iter(opened(file, fraction=0.0).loader("train", length=8, batch=2)))
     got = sorted(told(*row) for row in zip(*batch.values(), strict=True))
-    # Nine tokens: BOS and abc fill the first half, yz stand beside 42 and EOS, which is
-    # asked and never read. An answer longer than the row loses its end.
+    # Nine tokens: BOS and abc fill the first half, yz precede 42 and EOS, which is only
+    # a target. An answer longer than the row loses its end.
     assert got == [("0123456", [*b"01234567"]), ("abcyz42", [*b"42", EOS])]
     ids = np.arange(7, dtype=np.int32)
     assert without_middle(ids, 4).tolist() == [0, 1, 5, 6]

@@ -44,7 +44,7 @@ def test_a_talks_tokens_are_those_of_its_rendered_text():
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nné 🌍?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    # As the tokenizers library reads the whole text, with names as tokens.
+    # As the tokenizers library reads the full text, with names as tokens.
     plain = Tokenizer.from_str(DEFINITION)
     assert template.encode(TALK, TOKENIZER) == plain.encode(text).ids
     message = template.encode(TALK, TOKENIZER, answer=False)

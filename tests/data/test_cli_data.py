@@ -150,7 +150,7 @@ def test_rows_are_shown_with_what_separates_documents(files, capsys):
     with pytest.raises(UserError, match="has no row 9: its last one is 3"):
         run(["show", out, "--first", "9", "--length", "3000"])
     capsys.readouterr()
-    # Asked for three rows, as when nothing is said: the data has fewer.
+    # Three rows are requested, the default, but the data has fewer.
     assert run(["show", out, "--length", "5000"]) == 0
     assert capsys.readouterr().out.count("=== row") == 2
 

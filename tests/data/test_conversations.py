@@ -78,7 +78,7 @@ def test_all_turns_of_the_assistant_and_their_ends_are_asked(folder):
     # Each target is the token that is read next.
     places = np.flatnonzero(asked[:-1])
     np.testing.assert_array_equal(targets[places], ids[places + 1])
-    # A name that stands in a content is text: it ends nothing.
+    # A name in a content is text: it ends nothing.
     plain = tokenizer.encode(END)
     want = [*tokenizer.encode("\nb "), *plain, tokenizer.named_tokens[END]]
     want += [*tokenizer.encode("d"), tokenizer.named_tokens[END]]

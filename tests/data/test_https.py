@@ -21,7 +21,7 @@ TEXT = embedded_text()[:5000]
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Says nothing; what it was asked for is noted by its server."""
+    """Prints nothing; its server records the requests."""
 
     def log_message(self, *_):
         pass

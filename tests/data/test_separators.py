@@ -1,4 +1,4 @@
-"""What stands between documents: the tokens that `data prepare` writes."""
+"""Separators of documents: the tokens that `data prepare` writes."""
 
 import json
 

@@ -169,7 +169,7 @@ def test_data_is_prepared_into_a_store_read_and_merged_there(
     fetched.clear()
     again = open_dataset(experiment.data)
     np.testing.assert_array_equal(again.tokens("train"), local.tokens("train"))
-    # The tokenizer is asked for by its own path; shards and index are here.
+    # The tokenizer is requested by its own path; shards and index are here.
     assert {name for name in fetched if "token" in name} == {"byte_tokenizer.json"}
     for command in ("verify", "show"):
         assert run([command, url]) == 0
@@ -206,7 +206,7 @@ def test_verify_reads_the_store_and_not_the_copies(memory, name):
     data = with_own_text(config(), ["--corpus", url], prog="")[0].data
     open_dataset(data).tokens("train")
     open_dataset(data).tokens("validation")
-    # All copies are whole now; what they were copied from is damaged after that.
+    # All copies are complete now; then damage the originals.
     content = bytearray(memory.cat_file(f"{url}/{name}"))
     content[100] ^= 1
     memory.pipe_file(f"{url}/{name}", bytes(content))

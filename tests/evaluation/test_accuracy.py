@@ -35,7 +35,7 @@ def batch(model):
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(V, size=(B, T)), jnp.int32)
     best = likeliest_by_hand(model, ids)
-    # About half of the answers right, one row all right, one asked nothing.
+    # About half of the answers right, one row all right, one without targets.
     targets = np.where(rng.random((B, T)) < 0.5, best, rng.integers(V, size=(B, T)))
     targets[rng.random((B, T)) < 0.3] = IGNORED
     targets[:, 0] = IGNORED

@@ -65,7 +65,7 @@ def stubs(path):
 
 
 def scores_by(logits):
-    """Scores pairs with a function of whole rows, one pair after another."""
+    """Scores pairs with a function of full rows, one pair after another."""
 
     def score(pairs):
         scored = []

@@ -28,7 +28,7 @@ def test_chains_count_as_far_as_every_token_is_right():
     for row, at in enumerate(first_wrong):
         if at is not None:
             targets[row, 4 + at] = (targets[row, 4 + at] + 1) % 256
-    # Right to the end; two whole ones; the second does not end where it should.
+    # Right to the end; two complete ones; the second does not end where it should.
     got = read_chains(model, [Batch(ids, targets)], TASK)
     np.testing.assert_allclose(got, [1, 2 / 3, 1 / 3])
 
@@ -58,7 +58,7 @@ def test_chains_that_are_read_and_written_have_one_score(monkeypatch):
 
 
 class Scripted(Evaluator):
-    """Says the whole chain, half of it with other spaces, and nothing."""
+    """Answers the full chain, half of it with other spaces, and nothing."""
 
     def answers(self, questions, *, name):
         messages = []

@@ -49,7 +49,7 @@ def test_a_damaged_line_is_asked_again(tmp_path, damage):
 
 def test_a_killed_evaluation_goes_on_by_item(model, tmp_path):
     pairs = [Pair((n, n + 1), (n + 2,)) for n in range(5)]
-    pairs.append(pairs[0])  # asked twice, read once
+    pairs.append(pairs[0])  # requested twice, read once
     want = Scorer(model=model, rows=2)(pairs)
     file = tmp_path / "answers.jsonl"
     asked = []
@@ -93,7 +93,7 @@ def test_answers_are_those_of_each_prompt_alone(model, tmp_path):
     stop = f" {texts[0].split()[-1]}"
     stopped = answerer([questions[0]._replace(stop=(stop,))])[0]
     assert stopped == texts[0][: texts[0].index(stop)]
-    # Nothing is asked twice.
+    # No request runs twice.
     done = []
     again = Answerer(model=model, tokenizer=symbols, rows=2, report=done.append)
     assert again(questions, Journal(tmp_path / "answers.jsonl")) == texts

@@ -27,7 +27,7 @@ LISTS = {
 
 @pytest.fixture(autouse=True)
 def words(monkeypatch):
-    """Stands for the package, which is an extra."""
+    """Replaces the package, which is an extra."""
     monkeypatch.setattr(needles, "wonderwords", LISTS.__getitem__)
 
 

@@ -26,7 +26,7 @@ from tests.training.tiny_experiment import config, drawn
 from tests.variants.latent_recurrent_transformer.switches import build, small
 
 MODEL = dataclasses.replace(config().model, vocabulary=5)
-BYTES = np.array([1, 2, 0, 3, 1])  # Token 2 is special: it stands for no text.
+BYTES = np.array([1, 2, 0, 3, 1])  # Token 2 is special: it has no text.
 IDS = np.array([[0, 3, 1, 4], [2, 1, 1, 0], [4, 2, 0, 3]])
 TARGETS = np.array([[3, 1, 4, 2], [1, 1, 0, IGNORED], [2, 0, 3, 1]])
 
@@ -112,7 +112,8 @@ def test_neither_batches_nor_chunks_change_the_score(model, rows, chunks):
 
 
 def test_every_pass_of_a_latent_memory_has_its_bits_per_byte(quick_compilation):
-    """By logits of the passes themselves; the whole counts each token's last pass."""
+    """By logits of the passes themselves; the main figure counts each token's last
+    pass."""
     model = build(small(MemoryConfig(sources=(2,))))
     batch = next(batches())
     objective = Interleaved(subsets=2)

@@ -46,7 +46,7 @@ CHOICES = [" ab", " cdefgh", " ü"]
 
 
 class Scripted(Evaluator):
-    """Answers as told: nats a token by the pair's text."""
+    """Returns scripted nats per token by the pair's text."""
 
     def scores(self, pairs, *, name):
         matches = []

@@ -1,4 +1,4 @@
-"""Ours beside PyTorch's: tables, what the other interpreter is asked, equal outputs."""
+"""Ours against PyTorch's: tables, calls of the other interpreter, equal outputs."""
 
 import json
 import os
@@ -51,7 +51,7 @@ PASSES = script.PASSES
 
 @pytest.fixture
 def played(monkeypatch):
-    """Answers for another interpreter; collects what it was asked."""
+    """Answers for another interpreter; collects the requests."""
     questions = []
 
     def answer_of(python, file, peer, question, *, environment):

@@ -1,4 +1,4 @@
-"""Engines of a looped block on one queue: a row a policy, and what stands beside it."""
+"""Engines of a looped block on one queue: a row per policy, with its ratios."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Every `Experiment` that experiments/ can make is the one that was recorded.
 
-`experiments.json` holds a SHA-256 of each one's JSON by folder and run directory. What
-changes an experiment on purpose writes the file anew and says why in its commit:
+`experiments.json` holds a SHA-256 of each one's JSON by folder and run directory. A
+commit that changes an experiment on purpose rewrites the file and says why:
 
     python -m tests.experiments.test_experiments_stay_equal
 

@@ -175,7 +175,7 @@ def test_a_layer_is_cut_into_as_many_programs_as_there_can_be(width, columns, pr
     assert cut is not None
     assert (cut.columns, cut.programs) == (columns, programs)
     assert cut.shared_bytes <= SHARED
-    # Every column of every weight lies in a program, and every row.
+    # Every column of every weight belongs to a program, and every row.
     for stage, shape in zip(
         cut.stages, ((D, D), (D, F), (F, D), (D, D), (D, D)), strict=True
     ):
@@ -185,7 +185,7 @@ def test_a_layer_is_cut_into_as_many_programs_as_there_can_be(width, columns, pr
 
 
 class Step(NamedTuple):
-    """What a worker does once it has been told of a block so often."""
+    """What a worker does once a block's counter reaches a value."""
 
     block: int
     waits: list[Arrivals]

@@ -20,7 +20,7 @@ SCRIPTS = (*("latent_shakespeare", "prefill_sweeps", "ratio_sweep", "refinement_
 
 @pytest.fixture
 def script(unoptimized, monkeypatch):
-    """Imports a script as Python would run it, beside its neighbours."""
+    """Imports a script as Python would run it, with its neighbours."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     known = set(sys.modules)
     yield importlib.import_module

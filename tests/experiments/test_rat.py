@@ -19,7 +19,7 @@ LARGE = {
     "rat16_swa": 1286.2,
     "rat16_swa_nope": 1286.2,
 }
-"""Millions of parameters as the paper's code has them, by what stands after the T."""
+"""Millions of parameters as the paper's code has them, by the text after the T."""
 SMALL = 202.4, 205.6
 """Of the 200M runs: attention and RNN; RAT and what is made its size."""
 

@@ -97,7 +97,7 @@ def test_a_converted_directory_gives_a_row_its_heads(tmp_path, monkeypatch):
 
 @pytest.fixture
 def script(quick_compilation, monkeypatch):
-    """Imports a script as Python would run it, beside its neighbours."""
+    """Imports a script as Python would run it, with its neighbours."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     known = set(sys.modules)
     yield importlib.import_module

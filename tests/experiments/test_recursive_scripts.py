@@ -20,7 +20,7 @@ SCRIPTS = ("runs", "uptraining_set", "byte_model", "smollm2")
 
 @pytest.fixture
 def script(quick_compilation, monkeypatch):
-    """Imports a script as Python would run it, beside its neighbours."""
+    """Imports a script as Python would run it, with its neighbours."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     known = set(sys.modules)
     yield importlib.import_module

@@ -58,5 +58,5 @@ def test_a_trained_tokenizer_is_read_from_the_run(script, tmp_path):
     data = dataclasses.replace(tiny.data, tokenizer=Bpe(vocabulary=300))
     options = script.Options(run=tmp_path / "base", out=tmp_path)
     run = script.fine_tuned(dataclasses.replace(tiny, data=data), options, tmp_path)
-    # Trained anew, on the problems, it would give the words other numbers.
+    # Trained again, on the problems, it would give the words other numbers.
     assert run.data.tokenizer == TokenizerFile(path=str(tmp_path / "base/tokenizer"))

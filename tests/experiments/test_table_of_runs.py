@@ -1,4 +1,4 @@
-"""experiments/README.md holds every run beside what it reproduces and costs."""
+"""experiments/README.md lists every run with what it reproduces and costs."""
 
 import re
 

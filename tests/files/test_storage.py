@@ -1,4 +1,4 @@
-"""Buckets, by fsspec's store in memory: what is asked of one, and what is told."""
+"""Buckets, by fsspec's store in memory: the requests, and the messages."""
 
 import logging
 import sys

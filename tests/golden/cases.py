@@ -69,7 +69,7 @@ def own_case(one: str) -> Path:
 
 
 def load(path: Path) -> dict[str, np.ndarray]:
-    """Reads a whole case."""
+    """Reads a complete case."""
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
 

@@ -38,7 +38,7 @@ def engine(cycle):
 
 @pytest.fixture
 def chat(engine, cycle, monkeypatch, tmp_path, capsys):
-    """Runs the command on lines of input; returns what it wrote and told."""
+    """Runs the command on lines of input; returns its output and its messages."""
     loaded = SimpleNamespace(model=cycle(LETTERS), tokenizer=ByteTokenizer())
     monkeypatch.setattr(command, "load_run", lambda path, **options: loaded)
     monkeypatch.setattr(command, "Engine", lambda *args, **options: engine)

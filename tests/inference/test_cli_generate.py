@@ -14,7 +14,7 @@ SHORT = ["--temperature", "0", "--max-new-tokens", "6"]
 
 @pytest.fixture(autouse=True)
 def loads(cycle, monkeypatch):
-    """Stands for the run directory; keeps what was asked of it."""
+    """Replaces the run directory; records the requests to it."""
     calls = []
 
     def load_run(path, *, step=None, mesh=None, report=print):

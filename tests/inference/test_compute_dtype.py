@@ -120,7 +120,7 @@ def test_a_tpu_s_projections_lie_with_their_inputs_last():
     assert orders["stack.blocks.0.w_k"] == (0, 2, 3, 1)
     assert orders["stack.memory.w_v"] == (1, 2, 0)
     assert orders["stack.blocks.0.w_out"] == (0, 1, 2, 3)
-    # What lies so already is handed on, not copied.
+    # Arrays in this layout are passed on, not copied.
     assert again.stack.blocks[0].w_k[...] is laid.stack.blocks[0].w_k[...]
 
 
@@ -133,7 +133,7 @@ def test_a_cache_is_narrow_where_the_device_is_not_slower_for_it(platform, dtype
 
 
 def scratch_of(compiled) -> int:
-    """Returns the bytes that a program takes beside its arguments and results."""
+    """Returns the bytes that a program takes on top of its arguments and results."""
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes

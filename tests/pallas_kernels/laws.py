@@ -88,7 +88,7 @@ class OpLaws:
     cuts: tuple[int, ...] = (6,)
 
     def call(self, length: int, *, dtype: str = "float32", **switches: Any) -> Call:
-        """Returns a call of so many positions and at least two rows."""
+        """Returns a call of `T` positions and at least two rows."""
         raise NotImplementedError
 
     def meant(self, call: Call, outputs: Any) -> Any:
@@ -101,7 +101,7 @@ class OpLaws:
         return _changed(call, self.timed, lambda x: x.at[:, at:].add(0.5))
 
     def in_two(self, call: Call, at: int, backend: str) -> Any:
-        """Returns the whole call's outputs from two calls, cut before position `at`."""
+        """Returns the full call's outputs from two calls, cut before position `at`."""
         raise NotImplementedError
 
     def test_values_and_gradients_are_those_of_the_reference(self, oracle_case):

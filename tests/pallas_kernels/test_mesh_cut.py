@@ -129,7 +129,7 @@ ATTENTION = (
         # 4 rows over 4 devices; 64 channels, or 4 heads that read 2 groups, over 2.
         # Rows share the bias: its gradient is summed.
         (scan_loss, SCAN, ((1, 6, 32), (1, 32))),
-        # Channels are cut between heads; queries of both groups are whole.
+        # Channels are cut between heads; queries of both groups are not cut.
         (queried_loss, QUERIED, ((1, 6, 32), (1, 32))),
         (queried_loss, OF_OWN_GROUPS, ((1, 6, 32), (1, 32))),
         # Rows share a and skip, channels b and c: their gradients are summed.
@@ -165,7 +165,7 @@ def test_a_kernel_is_refused_where_an_axis_is_left_to_the_compiler(mesh, parts):
     with jax.set_mesh(mesh):
         with pytest.raises(NotImplementedError, match="data and fsdp does not divide"):
             gated_scan(gate[:3], (wide[:3],), implementation="triton")
-        # Not asked for by name, the op then takes what the compiler can cut.
+        # By default the op then takes what the compiler can cut.
         gated_scan(gate[:3], (wide[:3],))
     assert parts == []
 

@@ -1,4 +1,4 @@
-"""What a device can do is asked in one place, and a target that is set decides it."""
+"""One module says what a device can do, and a target that is set decides it."""
 
 import ast
 import threading

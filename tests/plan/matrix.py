@@ -68,7 +68,7 @@ CASES = [
 
 
 def request(case: Case) -> dict[str, Any]:
-    """Returns what the compiling process is asked for a case."""
+    """Returns the compiling process' request for a case."""
     run = experiment(case.variant, case.dtype)
     decode = {"rows": 8, "length": 128} if case.program == "decode" else {}
     return {
@@ -132,7 +132,7 @@ def differences(case: Case, got: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Compiles everything, prints differences, and renews the file if asked."""
+    """Compiles everything, prints differences, and updates the file on request."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--renew", action="store_true")
     parser.add_argument("--only", default="", help="part of a case's name")

@@ -30,7 +30,7 @@ HEAD_WIDTH = WIDTH // HEADS
 LENGTHS = {"recurrent_transformer": 32, "rat": 256}
 """Tokens of a row; the others take 1,024, from where attention runs in blocks."""
 BATCHES = {"recurrent_transformer": 32}
-"""Rows, where not 4: on each of four devices a whole block of the kernels."""
+"""Rows, where not 4: on each of four devices a full block of the kernels."""
 
 
 def experiment(variant: str, dtype: Any = "bfloat16") -> Experiment:

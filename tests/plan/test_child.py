@@ -1,4 +1,4 @@
-"""The process that compiles does not outlive the one that asked."""
+"""The process that compiles does not outlive its parent."""
 
 import subprocess
 import sys

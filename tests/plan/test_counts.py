@@ -430,7 +430,7 @@ ENTRY %main (b: f32[1000]) -> f32[10] {{
   ROOT %s = {part} slice-done(%go)
 }}
 """
-    # Beside them four bytes that say whether it has come.
+    # Plus four bytes that say whether it has come.
     assert moved(text).bytes - moved_bytes in (0, 4)
 
 

@@ -1,4 +1,4 @@
-"""Collectives of a training step: no whole parameter over `tensor`, no activation."""
+"""Collectives of a training step: no full parameter over `tensor`, no activation."""
 
 from dataclasses import replace
 

@@ -45,7 +45,7 @@ SLOW = [
 """What `make test-slow` compiles: each variant, GPU's compiler and TPU's.
 
 The rest sweeps devices, dtypes and decoding; every op has its own tests of both
-compilers beside its kernels. Who changes a kernel or a plan runs `-m sweep` here.
+compilers next to its kernels. Who changes a kernel or a plan runs `-m sweep` here.
 """
 TOPOLOGIES = dict.fromkeys(case.topology for case in CASES)
 
@@ -109,7 +109,7 @@ MOST_BYTES = {
 @pytest.mark.parametrize("rows", [8, 1])
 @pytest.mark.parametrize("variant", MOST_BYTES)
 def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
-    """Of a whole stack, with the head and the most costly way to draw a token.
+    """Of a full stack, with the head and the most costly way to draw a token.
 
     Left to XLA, which joins products that share an input and takes layers out of their
     stack, eight rows moved up to 3.6 times them (two loops), a single one from 1.8

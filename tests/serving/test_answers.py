@@ -1,4 +1,4 @@
-"""What answers tell beside their text: probabilities, ids, what ends them."""
+"""What answers contain besides their text: probabilities, ids, what ends them."""
 
 import asyncio
 
@@ -104,9 +104,9 @@ def test_parts_of_a_character_are_told_by_their_bytes():
     parts = ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
     message = row["logprobs"]
     assert message["tokens"] == ["a", *parts, "b"]
-    # Two parts of characters are two entries, and the drawn one stands among them.
+    # Two parts of characters are two entries, which include the drawn one.
     assert message["top_logprobs"][1] == {"bytes:\\xe2": -1.0, "bytes:\\x80": -2.0}
-    # A character stands where its first byte does.
+    # A character has the offset of its first byte.
     assert message["text_offset"] == [0, 1, 2, 2, 2]
 
 

@@ -251,7 +251,7 @@ def test_a_client_that_goes_away_frees_its_slot(server):
 
 
 def storm(server, count: int) -> None:
-    """Whole answers, streams and clients that leave, at once; no slot is lost."""
+    """Complete answers, streams and clients that leave, at once; no slot is lost."""
 
     def one(number: int) -> None:
         letter = LETTERS[number % 26]

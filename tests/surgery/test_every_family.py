@@ -38,7 +38,7 @@ def loss_of(model: Decoder, ids: jax.Array) -> jax.Array:
 
 
 def recursive(model: Decoder, rank: int, *, tie_norms: bool) -> Decoder:
-    # The fewest loops whose block has whole repeats of the layers' pattern.
+    # The fewest loops whose block has full repeats of the layers' pattern.
     stack = recursive_stack(model, loops=2, rank=rank, tie_norms=tie_norms)
     return to_recursive(model, stack, init="average")
 

@@ -1,4 +1,4 @@
-"""MAD's compression objective, beside the same in plain numpy."""
+"""MAD's compression objective, compared with plain numpy."""
 
 import dataclasses
 import math
@@ -67,7 +67,7 @@ def by_hand(model, batch) -> np.ndarray:
 
 def test_loss_and_accuracy_are_those_of_plain_numpy(model, batch):
     logits, asked = by_hand(model, batch), np.asarray(batch.targets) != IGNORED
-    assert asked.sum() == 4 * TASK.length  # nothing is asked of what fills a row up
+    assert asked.sum() == 4 * TASK.length  # padding has no targets
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     targets = np.where(asked, batch.targets, 0)
     nats = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
@@ -86,7 +86,7 @@ def test_no_token_but_by_way_of_the_last_state_is_told(model, batch):
     ids[:, TASK.length - 1] = 0
     before, after = states(model, batch), states(model, batch._replace(ids=ids))
     assert (np.abs(np.asarray(before - after)).max(-1) > 1e-6).all()
-    # What stands behind the row changes nothing.
+    # Tokens after the row change nothing.
     ids = np.array(batch.ids)
     ids[:, TASK.length :] = 5
     np.testing.assert_array_equal(before, states(model, batch._replace(ids=ids)))

@@ -177,7 +177,7 @@ def test_sizes_that_do_not_divide_are_refused_by_both(
 
 
 def with_segments(run, kind, folder):
-    """The run on rows whose documents are told apart."""
+    """The run on rows with separate documents."""
     if kind == "documents":
         return changed(run, data={"document_segments": True})
     file = folder / "examples.jsonl"
@@ -275,7 +275,7 @@ def test_a_step_reads_a_frozen_model_and_leaves_it_alone(
         session.close()
     assert said[0].startswith("the objective reads the frozen model of")
     assert losses[-1] < losses[0]
-    # The teacher lies over the mesh as a trained model does, and is not saved.
+    # The teacher is sharded as a trained model is, and is not saved.
     weight = teacher.stack.blocks[0].mlp.w_up[...]
     assert weight.addressable_shards[0].data.size * 2 == weight.size
     manifest = (tmp_path / "run/checkpoints/6/manifest/manifest.json").read_text()

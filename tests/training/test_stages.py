@@ -53,7 +53,7 @@ def train(root, monkeypatch, *, data: int, stage: int):
         session.close()
 
 
-@pytest.mark.slow  # Two programs of a whole training step.
+@pytest.mark.slow  # Two programs of a full training step.
 def test_stages_train_as_one_device_does(quick_compilation, tmp_path, monkeypatch):
     want = train(tmp_path / "one", monkeypatch, data=1, stage=1)
     got = train(tmp_path / "four", monkeypatch, data=2, stage=2)

@@ -66,7 +66,7 @@ def test_of_a_task_s_symbols_the_table_has_losses(quick_compilation, tmp_path):
     head, _, row = (tmp_path / "results.md").read_text().splitlines()
     assert "| validation loss |" in head
     assert row.endswith(f"| {one.loss:.3f} | {one.loss:.3f} |")
-    # Beside text, whose figure is bits a byte, there is nothing to compare.
+    # Text has bits per byte, so there is nothing to compare.
     other = one._replace(name="text", bits_per_byte=5.0)
     head, _, row, _ = markdown([one, other]).splitlines()
     assert "| validation bits per byte |" in head and row.endswith("|  |  |")

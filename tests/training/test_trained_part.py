@@ -72,7 +72,7 @@ def test_a_run_stopped_on_the_way_and_resumed_is_the_same(quick_compilation, tmp
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_trained_part_moves_as_under_optaxs_masks(parts):
-    """Without clipping, freezing by masks of the whole gradient gives the same."""
+    """Without clipping, freezing by masks of the full gradient gives the same."""
     model = drawn(config().model, scale=0.2)
     ids = np.random.default_rng(0).integers(257, size=(4, 8)).astype(np.int32)
     batch = Batch(jnp.asarray(ids), jnp.asarray(ids))

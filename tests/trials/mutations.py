@@ -1,7 +1,7 @@
 """Mutations: one wrong line at a time, and the tests that should notice it.
 
 Reproduces no table. Each row of mutations.jsonl replaces one piece of one file in a
-copy of the working tree and runs the tests named beside it there: a mutation that no
+copy of the working tree and runs the tests that the row names there: a mutation that no
 test notices is a hole in the suite. Answers are kept in the file `--into`, so that a
 run that was stopped goes on where it was. Expect a line a mutation and at last how many
 were found; 95 of 100 is the least. A mutation takes seconds to half a minute on one

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 
 @pytest.fixture
 def two_starts(monkeypatch):
-    """Imports the script as Python would run it, beside its neighbour."""
+    """Imports the script as Python would run it, with its neighbour."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     yield importlib.import_module("two_starts")
     for name in ("two_starts", "kill_and_resume"):

@@ -91,7 +91,7 @@ def to_torch(
 
     Args:
       run: a loaded run.
-      out: the directory; it appears whole or not at all.
+      out: the directory; it appears complete or not at all.
       format: see above.
       check: compare both sides; False: parity.json says that nothing was measured.
       python: an interpreter with torch; None: this one, if it has.

@@ -464,7 +464,7 @@ def _progress(
 
 @contextmanager
 def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
-    """Yields a folder beside `out` that becomes `out` when all went well."""
+    """Yields a folder next to `out` that becomes `out` on success."""
     partial: Partial | None = None
     try:
         with partial_folder(out, of) as partial:

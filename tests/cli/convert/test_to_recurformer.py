@@ -1,4 +1,5 @@
-"""`recurjax convert to-recurformer`: measured, chosen, written whole, trained on."""
+"""`recurjax convert to-recurformer`: measured, chosen, written in full, trained
+further."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""`recurjax convert to-recursive` and back: written whole, reported, the same model."""
+"""`recurjax convert to-recursive` and back: written in full, reported, the same
+model."""
 
 import dataclasses
 import json

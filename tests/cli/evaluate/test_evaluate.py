@@ -32,7 +32,7 @@ def test_a_file_gets_loss_perplexity_and_bits_per_byte(finished, text, tmp_path)
     assert json.loads(out.read_text()) == got
     assert list(got)[:4] == ["run", "step", "text", "length"]
     assert [*got.values()][:4] == [str(finished), 12, str(text), 16]
-    # BOS stands before the text and is not predicted.
+    # BOS precedes the text and is not predicted.
     assert got["tokens"] == got["bytes"] == len(TEXT)
     assert 2 < got["loss"] < math.log(300)
     assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))

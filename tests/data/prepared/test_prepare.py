@@ -453,7 +453,7 @@ def test_parts_that_do_not_belong_together_are_told(corpus, original, tmp_path):
 
 
 def stop_at(documents):
-    """Stops a preparation after so many documents of this call, as Ctrl-C does."""
+    """Stops a preparation after a number of documents of this call, as Ctrl-C does."""
     calls = iter(range(1, documents + 1))
 
     def stop(_):

@@ -23,8 +23,8 @@ from tests.golden.cases import golden_cases
 
 CASES = golden_cases("latent_recurrent_transformer/tokenizer_case*.json")
 WORDS = json.loads((Path(__file__).parent / "paper_words.json").read_text())
-"""How often each match of the split pattern stands in the text of the golden case:
-all that merges depend on, and not the text."""
+"""How often each match of the split pattern occurs in the text of the golden case: all
+that merges depend on, and not the text."""
 
 
 def reading_of(texts: list[str]) -> CorpusReading:
@@ -89,7 +89,7 @@ def test_training_finds_nanochats_merges(path):
 
 
 def test_merges_of_equal_count_go_by_byte():
-    """A blank, byte 32, stands before letters, though GPT-2's alphabet has it last."""
+    """A blank, byte 32, comes before letters, though GPT-2's alphabet has it last."""
     texts = ["az", " b", "yb"]
     tokenizer = train_nanochat_bpe(reading_of(texts), NanochatBpe(vocabulary=268))
     assert tokenizer._pieces[256:259] == [b" b", b"az", b"yb"]

@@ -200,7 +200,7 @@ def greedy_requests(count: int, thresholds: tuple[float | None, ...]):
 
 
 def expect(requests, finished, *, early: bool):
-    """Holds greedy texts to whole rows of the model that made them.
+    """Compares greedy texts with full rows of the model that made them.
 
     Args:
       early: their tokens left early; else they are the full model's.

@@ -90,7 +90,7 @@ def test_prompts_read_together_have_the_tokens_that_they_have_alone(variant):
     for order in (range(7), (3, 0, 5, 1, 6, 2, 4)):
         together = [engine.submit(*requests[n]) for n in order]
         assert finish(engine, together) == [expected[n] for n in order]
-    # Into fresh slots, and into free ones beside others that go on.
+    # Into fresh slots, and into free ones while others continue.
     fresh = {key[2] for key in engine._programs._compiled if key[0] == "together"}
     assert fresh == {True, False}
 
@@ -114,7 +114,7 @@ def test_a_kept_state_changes_no_token_and_only_what_is_new_is_read(variant):
         use_prefix_cache(engine, 0)
         assert alone(engine, prompt, settings) == kept
         engine.prefix_cache = pool
-    # The whole prompt, with the state that its first new token is drawn from.
+    # The full prompt, with the state that its first new token is drawn from.
     again = dataclasses.replace(settings, keep=(len(turn),))
     assert alone(engine, turn, again) == kept
     request = engine.submit(turn, again)

@@ -160,7 +160,7 @@ def generate(layer, x, cache, *, prefill: int):
 def assert_same_slots(ours: np.ndarray, theirs: np.ndarray, *, newest: int) -> None:
     """Compares [B, H, S, 2E] as sets.
 
-    Theirs may hold the newest token twice, in the ring and beside it, in place of the
+    Theirs may hold the newest token twice, in the ring and next to it, in place of the
     oldest, which no later query sees: only our `newest` slots must be there.
     """
     assert ours.shape == theirs.shape

@@ -107,7 +107,7 @@ def test_the_training_cache_keeps_nothing():
 
 
 def test_layers_are_read_and_replaced_one_at_a_time():
-    """What one layer writes stands in its entry, and in no other."""
+    """What one layer writes is in its entry, and in no other."""
     empty = empty_key_value_cache(3, 2, 3, 1, 2, jnp.float32)
     new = jnp.arange(1.0, 13).reshape(2, 3, 1, 2)
     changed = write_layer(empty.keys, jnp.int32(2), new)
@@ -137,7 +137,7 @@ def test_a_cache_is_cut_by_slots_where_tensor_does_not_divide_its_heads(key_head
     want = jax.jit(read_on)(prompt, token)
 
     def laid(x):
-        # As the products leave them: whole heads, or the width of too few.
+        # As the products leave them: full heads, or the width of too few.
         spec = P(
             "data", None, *(("tensor", None) if x.shape[2] > 1 else (None, "tensor"))
         )
@@ -187,7 +187,7 @@ def test_tokens_are_written_for_tpus_as_for_others(axes, padded, T):
 def test_narrow_heads_caches_lie_in_a_tpu_as_they_come(case, share):
     """A scatter held both caches of all layers filled up: 2.6 times their bytes.
 
-    A prompt's layers are written anew, one after the other, two of twelve at once.
+    A prompt's layers are rewritten, one after the other, two of twelve at once.
     """
     if not (COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
@@ -240,7 +240,7 @@ def test_a_long_prompt_is_read_in_blocks_as_its_halves_are(slots, options):
         done = np.zeros(2, int)
         for piece in cuts:
             count = np.minimum(piece, lengths - done)
-            # Each row's next tokens, wherever it stands; padding is any token.
+            # Each row's next tokens, at any position; padding is any token.
             at = np.minimum(done[:, None] + np.arange(max(piece)), 639)[..., None, None]
             new = (np.take_along_axis(np.asarray(x), at, axis=1) for x in arrays)
             read, _ = _prompt_read(

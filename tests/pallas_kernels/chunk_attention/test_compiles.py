@@ -60,6 +60,6 @@ def test_small_batches_share_a_group_s_heads_out_at_one_kernel_more():
 def test_all_passes_compile_for_tpus(target):
     cases = ("tpu_forward", "tpu_training", "tpu_decode")
     forward, training, decode = compiled(target, *cases)
-    # Ends in whole registers are read where they lie: XLA copies next to nothing.
+    # Ends in full registers are read in place: XLA copies next to nothing.
     assert forward[1] < 1.05 and training[1] < 1.95 and decode[1] < 1.1
     assert forward[0] <= 3 and training[0] <= 8

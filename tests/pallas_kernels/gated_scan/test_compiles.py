@@ -38,7 +38,7 @@ def test_no_gate_wider_than_its_logits_crosses_memory_in_training_on_h100():
     B, T, D, C = 64, 4096, 2048, 16
     wide = 2 * B * T * D  # an array as wide as the gate, in bfloat16; keys: an eighth
     # Forward: logits, values, two streams of states. Backward: the same, the gradients
-    # of both streams, and out those of logits and values. Beside them the bias: a sum
+    # of both streams, and out those of logits and values. In addition the bias: a sum
     # of each chunk, made and read.
     passes = (4 + 1 / 8 + 8 + 2 / 8) * wide
     of_bias = 2 * 4 * B * T // C * D
@@ -50,7 +50,7 @@ def test_no_gate_wider_than_its_logits_crosses_memory_in_training_on_h100():
 def test_queries_on_h100_are_read_without_the_keys_crossing_memory():
     """But for the ends of chunks: the least counts no other states of the keys."""
     (row,) = compiled("h100", "gpu_queried_inference")
-    # Beside the kernel: parts of heads' logits, float32, summed.
+    # Outside the kernel: parts of heads' logits, float32, summed.
     assert len(row["kernels"]) == 1 and row["other_bytes"] < 0.02 * row["least_bytes"]
     assert row["kernel_bytes"] < MOST * row["least_bytes"]
 

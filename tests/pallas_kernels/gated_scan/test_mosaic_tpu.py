@@ -41,7 +41,7 @@ def test_chunks_are_stretches_where_a_block_of_them_fits():
     size = {"T": 4096, "streams": 2}
     assert choose_tiles(**size, D=2048, chunk=16) == Tiles(stretch=16, linked=False)
     assert choose_tiles(**size, D=2048, chunk=64).linked
-    assert choose_tiles(**size, D=2048, chunk=15).linked  # rows of whole registers
+    assert choose_tiles(**size, D=2048, chunk=15).linked  # rows of full registers
     assert choose_tiles(**size, D=16384, chunk=None).stretch == 2
 
 

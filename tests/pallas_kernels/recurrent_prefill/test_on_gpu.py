@@ -31,7 +31,7 @@ CASES = {
     ),
     "wavefront": Case(positions=65, layers=3, batch=40, schedule="wavefront"),
     "bfloat16": Case(positions=37, batch=70, dtype="bfloat16"),
-    # Programs share the contracted axis; several tiles, the last one not whole.
+    # Programs share the contracted axis; several tiles, the last one partial.
     "splits": Case(positions=150, batch=32, width=256, inner=1024),
     "splits, bfloat16": Case(
         positions=150, batch=32, width=256, inner=1024, dtype="bfloat16"

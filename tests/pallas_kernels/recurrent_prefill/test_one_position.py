@@ -133,7 +133,7 @@ def test_a_step_makes_no_copy_of_its_weights_side_by_side():
     run, arguments, rows = step(PLAIN)
     with as_if(H100):
         traced = str(jax.make_jaxpr(partial(run, rows=rows))(*arguments))
-    # Weights [.., D, N]: what is told by its place is a concatenation too.
+    # Weights [.., D, N]: a stack with indices is a concatenation too.
     assert "dot_general" in traced
     assert not re.findall(rf"\[(?:\d+,)*{WIDTH},\d+\] = concatenate", traced)
 
@@ -171,7 +171,7 @@ def test_a_step_on_a_cpu_turns_no_cache(monkeypatch):
     ids=["sums by heads", "sums by slots", "products by slots"],
 )
 def test_a_step_on_a_mesh_gathers_no_cache(key_heads, device):
-    """A constraint of layout that the compiler must cut makes a cache whole."""
+    """A layout constraint that the compiler must shard makes it gather the cache."""
     case = PLAIN._replace(heads=4, key_heads=key_heads, batch=2)
     run, arguments, rows = step(case, slots=256)
     want_z, want = quick_jit(run)(*arguments, rows=rows)

@@ -70,7 +70,7 @@ def test_an_unknown_schedule_is_told_the_known_ones():
 
 @pytest.mark.parametrize("backend", [triton, mosaic_tpu])
 def test_the_default_order_has_one_name_on_every_backend(backend):
-    """Asked for by name or not, "prefix" meets the same refusals, none of its own."""
+    """Requested by name or not, "prefix" meets the same refusals."""
     case = Case(positions=19)
     assert refusal(backend, case, schedule="prefix") == refusal(backend, case)
     assert "schedule" in str(refusal(backend, case, schedule="naive"))

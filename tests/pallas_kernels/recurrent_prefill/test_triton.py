@@ -79,7 +79,7 @@ def test_other_activations_are_the_reference_s(name):
         # A tile of two sub-tiles, then the beginning of one.
         (PLAIN._replace(positions=37), 32),
         pytest.param(
-            # One tile whose third sub-tile is not whole; heads that share keys.
+            # One tile whose third sub-tile is partial; heads that share keys.
             EVERYTHING._replace(positions=35, batch=2),
             64,
             marks=pytest.mark.slow,
@@ -275,7 +275,7 @@ def test_targets_with_less_shared_memory_read_less_at_once(
 
 
 def test_one_layer_in_training_writes_in_place_and_scatters_nothing():
-    """A scatter by row has XLA turn whole arrays, once a tile."""
+    """A scatter by row has XLA transpose full arrays, once a tile."""
     traced = jax.make_jaxpr(both_passes(triton, PLAIN))(*PLAIN.inputs())
     assert "pallas_call" in str(traced) and "scatter" not in str(traced)
 

@@ -43,8 +43,8 @@ def test_compiled_kernels_agree_with_the_definition_on_gpu(name, laws):
     with jax.default_matmul_precision("highest"):
         want = laws.both_passes(call, None)
     assert_values_close(got[0], want[0], dtype)
-    # One by one: those of A and of the biases are sums over all positions, beside which
-    # the others would count as noise.
+    # One by one: those of A and of the biases are sums over all positions, next to
+    # which the others would count as noise.
     for name, gradient in want[1].items():
         assert_gradients_close(got[1][name], gradient, dtype)
 

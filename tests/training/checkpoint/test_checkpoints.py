@@ -70,7 +70,7 @@ def test_a_checkpoint_comes_back_on_another_mesh(tmp_path):
 
 
 def test_parts_that_were_written_apart_are_read_as_one(tmp_path):
-    """Here the only part is whole; two are in tests/cli/test_buckets_of_two.py."""
+    """Here there is only one part; two are in tests/cli/test_buckets_of_two.py."""
     tree, read = {"w": jnp.arange(4096.0), "n": jnp.int32(3)}, []
     checkpoints = Checkpoints(tmp_path, apart=True, before_read=read.append)
     checkpoints.save(1, tree, data_state={})

@@ -22,7 +22,7 @@ def said():
 
 
 class Clock:
-    """Stands for the module time: a sleep passes at once, and something may happen."""
+    """Replaces the module time: a sleep passes at once, and something may happen."""
 
     def __init__(self):
         self.now, self.meanwhile = 0.0, lambda: None

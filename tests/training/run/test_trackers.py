@@ -1,4 +1,4 @@
-"""Trackers, without their services: what they are told, and under which id."""
+"""Trackers, without their services: what they receive, and under which id."""
 
 import dataclasses
 import json

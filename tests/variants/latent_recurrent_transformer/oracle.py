@@ -47,7 +47,7 @@ class _Row:
         return x
 
     def lagged(self, token, lag):
-        """The state so many tokens back; zero before the row's or document's start."""
+        """The state `lag` tokens back; zero before the row's or document's start."""
         if lag == 0:
             return self.forward(token, np.zeros(self.config.width))[1]
         at, reset = len(self.ids) - 1 - lag, self.config.memory.reset_token

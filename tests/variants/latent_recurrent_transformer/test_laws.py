@@ -39,8 +39,8 @@ from tests.variants.latent_recurrent_transformer.switches import (
 T = 6
 SHARED = SWITCHES["shared"]
 slow = partial(pytest.param, marks=pytest.mark.slow)
-# A token's own state comes from a forward on what stands before it: in the recurrence
-# on refined tokens, in training on the initial pass. So the two differ there.
+# A token's own state comes from a forward on the tokens before it: in the recurrence on
+# refined tokens, in training on the initial pass. So the two differ there.
 MEMORIES = ["shared", *(slow(name) for name in RECURRENT[1:] if name != "own state")]
 
 

@@ -35,7 +35,7 @@ FURTHER = {
         windows="SLL",
     ),
 }
-"""Beside the switches that the laws are shown of."""
+"""Switches in addition to those of the laws."""
 
 MODELS = SWITCHES | FURTHER
 FAST = ("averaged sources, replacing",)

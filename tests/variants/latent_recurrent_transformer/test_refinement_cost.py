@@ -16,7 +16,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
 )
 from tests.compiling import QUICK_COMPILE
 
-# Shorter than what a CPU attends to in blocks: those skip hidden keys in a whole pass.
+# Shorter than what a CPU attends to in blocks: those skip hidden keys in a full pass.
 T = 48
 CONFIG = nanochat(
     4, width=64, head_width=32, vocabulary=16, length=T, memory=shared(4), unroll=4

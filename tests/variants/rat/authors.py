@@ -75,7 +75,7 @@ def mixer(weights: dict[str, np.ndarray], config) -> dict:
 
 
 def layer(weights: dict[str, np.ndarray], config) -> dict:
-    """Converts one whole layer: pre-norm and mixer."""
+    """Converts one full layer: pre-norm and mixer."""
     scale = {"scale": weights["input_norm.weight"]}
     if not hasattr(config, "gate_horizon"):
         converted = rat_attention(weights.get, heads=config.heads)
@@ -109,7 +109,7 @@ def model_config(meta) -> ModelConfig:
 
 
 def model(weights: dict[str, np.ndarray], config: ModelConfig) -> dict:
-    """Converts a whole model."""
+    """Converts a full model."""
     P = len(config.stack.pattern)
     layers = []
     for number in range(config.stack.layers):

@@ -1,4 +1,4 @@
-"""Rows cut over devices give what one device does; what cannot be cut is told."""
+"""Rows cut over devices give what one device does; errors name what cannot be cut."""
 
 import dataclasses
 import re
@@ -174,7 +174,7 @@ def test_a_run_that_cannot_be_cut_is_refused_before_it_starts(tmp_path):
         Session(experiment(stack=config().model.stack, **cut), tmp_path)
 
 
-@pytest.mark.slow  # Two programs of a whole training step.
+@pytest.mark.slow  # Two programs of a full training step.
 def test_a_run_over_sequence_shards_trains_as_one_device_does(tmp_path, monkeypatch):
     matches = []
     for name, cut in {"one": {}, "eight": {"fsdp": 2, "sequence": 4}}.items():

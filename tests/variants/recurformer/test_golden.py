@@ -1,4 +1,4 @@
-"""Mixers and whole blocks against independent references, every file of the folder."""
+"""Mixers and full blocks against independent references, every file of the folder."""
 
 import json
 from functools import partial

@@ -90,7 +90,7 @@ def test_flops_of_a_replaced_head_are_those_of_its_weights_and_of_its_scan():
 
 
 def test_heads_may_change_places_with_their_weights(ids):
-    """Each key head's group moves as one; the replaced heads' Mamba stays whole."""
+    """Each key head's group moves as one; the replaced heads' Mamba does not change."""
     config = small(((0, 3),), key_heads=2)
     model = build(config)
     moved_config = small(((1, 2),), key_heads=2)

@@ -1,4 +1,4 @@
-"""Early exits: the golden trajectories, whole rows at once, and the two commands."""
+"""Early exits: the golden trajectories, full rows at once, and the two commands."""
 
 import dataclasses
 import json

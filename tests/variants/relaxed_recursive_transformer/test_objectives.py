@@ -57,7 +57,7 @@ def batch():
 
 
 def dense(objective, model, batch, teacher):
-    """The loss as it is written, on whole tables of probabilities."""
+    """The loss as it is written, on full tables of probabilities."""
     tokens, cache = Tokens(batch.ids), model.init_cache(len(batch.ids), 0)
     after, _ = model.stack.states(model.embed(batch.ids), cache, tokens)
     logits = [model.logits(model.final_norm(x)) for x in after]
@@ -165,7 +165,7 @@ def test_eight_devices_are_taught_as_one_is(batch):
     (want, message), wanted = compute(models[0], rows, models[1])
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     with jax.set_mesh(mesh):
-        # The teacher lies over the devices by the same rules as the student.
+        # The teacher is sharded by the same rules as the student.
         model, teacher = jax.device_put(models, shardings(models, mesh))
         weight = teacher.stack.blocks[0].mlp.w_up[...]
         assert weight.addressable_shards[0].data.size * 4 == weight.size

@@ -86,7 +86,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_number_drawn(batch):
         return jax.value_and_grad(lambda m: NextToken()(m, batch)[0])(model)
 
     # Loops beyond the model's share the deepest one's parts, whose gradients add up:
-    # a model of two loops is compared where so many were drawn, else the values are.
+    # a model of two loops is compared where two were drawn, else the values are.
     value, gradients = drawn(model)
     deeper = with_loops(model, loops)
     want, expected = plain(deeper)

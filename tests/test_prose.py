@@ -1,0 +1,46 @@
+"""Comments, docstrings and documents avoid words that a stranger stumbles over."""
+
+import re
+from collections import Counter
+
+from tests.source_tree import ROOT
+
+MOST = 4.0
+"""Occurrences of one marker per 10,000 words."""
+MARKERS = {
+    "told": "say who says it: prints, reports, returns, is passed",
+    "asked": "requested, checked, required",
+    "beside": "next to, alongside, compared with, in addition to",
+    "anew": "again, or the verb with re-: rewrites, recomputes",
+    "whole": "full, entire, complete; an integer is no whole number",
+    "lies": "is; on a mesh: is sharded",
+    "stands": "is, means, replaces",
+    "so many": "name the argument that has the number",
+    "what there is": "name it",
+}
+"""Each marker, and what the field writes instead."""
+FOLDERS = ("docs", "experiments", "notebooks", "pallas_kernels", "recurjax", "tests")
+PROSE = re.compile(r'"""(.*?)"""|(?:^|\s)#:? ([^\n]*)', re.DOTALL | re.MULTILINE)
+
+
+def prose() -> dict[str, str]:
+    """Returns documents, and the docstrings and comments of code, by file."""
+    texts = {path.name: path.read_text() for path in ROOT.glob("*.md")}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.md"):
+            texts[str(path.relative_to(ROOT))] = path.read_text()
+        for path in (ROOT / folder).rglob("*.py"):
+            pieces = PROSE.findall(path.read_text())
+            texts[str(path.relative_to(ROOT))] = "\n".join(a or b for a, b in pieces)
+    return texts
+
+
+def test_no_marker_word_is_frequent():
+    texts = prose()
+    words = sum(len(text.split()) for text in texts.values())
+    for marker, instead in MARKERS.items():
+        pattern = re.compile(rf"\b{marker}\b", re.IGNORECASE)
+        counts = Counter({name: len(pattern.findall(x)) for name, x in texts.items()})
+        rate = 1e4 * counts.total() / words
+        most = ", ".join(f"{name} {n}" for name, n in counts.most_common(5))
+        assert rate <= MOST, f"{marker}: {rate:.1f} of 10,000 words ({instead}): {most}"
