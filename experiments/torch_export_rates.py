@@ -3,9 +3,9 @@
 The small models of `torch_export_parity.py`, untrained, since a rate does not depend
 on what was learned. Each is exported and loaded by AutoModel in PYTHON, which has torch
 and transformers. Times are the process' own on one thread, so that other work on the
-machine does not count. Expect more from the cache the longer the text is, and at most
-three times our time for the Recurrent Transformer's prompt, whose positions depend on
-each other.
+machine does not count. Expect more from the cache the longer the text is, and most from
+our side for the prompts that are read position by position: those of the Recurrent and
+the Latent Recurrent Transformer.
 
     python -m experiments.torch_export_rates --torch-python PYTHON
 """

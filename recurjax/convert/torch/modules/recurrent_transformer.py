@@ -7,12 +7,8 @@
 
 In blocks of c positions a query sees the persistent pairs (k, v) of finished blocks and
 the temporary ones (kt, vt) of its own, so that a block's positions run together; c = 1
-is the equation above. A prompt is read in tiles: all queries of a tile read what was
-there before it in one product. Within the tile all blocks run together, first on the
-temporary pairs in place of the persistent ones, then on the persistent pairs of the
-sweep before, until no pair moves. A column depends on earlier ones alone, so each sweep
-makes at least one more block exact; in practice ten sweeps do for a tile. Where
-gradients are recorded, blocks run one after another.
+is the equation above. Blocks run one after another, in tiles: all queries of a tile
+read what was there before it in one product, and each block adds the tile's new pairs.
 """
 
 import math
@@ -40,11 +36,8 @@ from layers import (
 )
 from torch import Tensor, nn
 
-TILE = 128
+TILE = 32
 """Positions of a tile, about."""
-
-ROUNDING = 4
-"""Units in the last place of the largest number that count as no change."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [B, S, K, E]."""
@@ -145,7 +138,7 @@ class RecurrentBlock(nn.Module):
         tokens: Tokens,
         state: State,
     ) -> Tensor:
-        """Runs the columns of a tile, in blocks of `step`; returns z."""
+        """Runs the columns of a tile, `step` of them together; returns z."""
         attention, c = self.attention, self.stack["block"]
         here, places = tokens.positions[:, tile], tokens.places[:, tile]
         block = here - here % c
@@ -165,17 +158,12 @@ class RecurrentBlock(nn.Module):
             columns = torch.arange(x.shape[1], device=x.device)
             earlier = (columns[:, None] > columns) & (here[:, None] < block[..., None])
             bias = attention.bias(here, here, earlier)
-        # One block after another, or sweeps over all that are not final yet.
-        in_order = torch.is_grad_enabled() or x.shape[1] <= step
-        pair = tuple(y[:, -x.shape[1] :] for y in own[:2])
-        if in_order:
-            pair = tuple(y[:, :0] for y in pair)
-        group, outputs, start = q.shape[3], [], 0
-        while start < x.shape[1]:
-            stop = start + step if in_order else x.shape[1]
-            part, rows = slice(start, stop), slice(start * group, stop * group)
+        pair = tuple(y[:, :0] for y in own[:2])
+        group, outputs = q.shape[3], []
+        for s in range(0, x.shape[1], step):
+            part, rows = slice(s, s + step), slice(s * group, (s + step) * group)
             o = before[:, :, rows]
-            if bias is not None:
+            if bias is not None and s:
                 k, v = pair
                 logits = q[:, :, part].flatten(2, 3) @ k.permute(0, 2, 3, 1).to(q.dtype)
                 logits = logits + bias[:, :, rows, : k.shape[1]]
@@ -195,16 +183,10 @@ class RecurrentBlock(nn.Module):
                 source = normed(self.attention_norm, z)
             turned = turn and (turn[0][:, part], turn[1][:, part], turn[2])
             new = attention.pair(source, turned)
-            final = z.shape[1]
-            if final > step:
-                # The blocks that did not move, and the next, which read only those.
-                final = step + step * (settled(pair, new, start) // step)
-            outputs.append(z[:, :final])
+            outputs.append(z)
             pair = tuple(
-                torch.cat([old[:, :start], y], dim=1)
-                for old, y in zip(pair, new, strict=True)
+                torch.cat([old, y], dim=1) for old, y in zip(pair, new, strict=True)
             )
-            start += final
         self.keep(*pair, places, tokens, state)
         return torch.cat(outputs, dim=1)
 
@@ -260,23 +242,6 @@ class RecurrentBlock(nn.Module):
         slots = places.masked_fill(places < 0, size)
         for name, new, fill in (("k", k, 0), ("v", v, 0), ("at", places, -1)):
             state[name] = put(room(state, name, size, new, fill), slots, new)
-
-
-def settled(old: Pair, new: Pair, start: int) -> int:
-    """Returns how many columns from `start` on are as before, up to rounding.
-
-    A change of a rounding's size moves later columns no further than the rounding of
-    blocks that run one after another does.
-
-    Args:
-      old: the pairs of a tile; new: those of its columns from `start` on.
-    """
-    moved = False
-    for before, y in zip(old, new, strict=True):
-        change = (y - before[:, start:]).abs().amax(dim=(0, 2, 3))
-        # A change that is no number is a move.
-        moved = moved | ~(change <= ROUNDING * torch.finfo(y.dtype).eps * y.abs().max())
-    return int(torch.cat([moved, moved.new_ones(1)]).int().argmax())
 
 
 def build_layers(stack: Config) -> Layers:
