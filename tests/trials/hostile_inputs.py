@@ -352,6 +352,16 @@ def _words(draw: random.Random, base: Path) -> Case:
         ),
         *(["evaluate", nothing, o] for o in ("--batch", "--length", "--text")),
         ["evaluate", "core", nothing],
+        ["evaluate", "exits", nothing],
+        ["evaluate", "task", nothing],
+        ["evaluate", "harness", nothing, "--tasks"],
+        ["evaluate", "requests", nothing],
+        ["serve", nothing, "--port"],
+        ["serve", nothing, "--api-key-file"],
+        ["chat", nothing, "--load"],
+        ["card", nothing],
+        *(["data", kind, nothing] for kind in ("show", "verify")),
+        ["data", "merge", "--out", nothing],
         *(["convert", kind, nothing] for kind in ("from-hf", "from-torch", "to-torch")),
         ["convert", "from-authors", nothing, nothing, "--experiment"],
         ["train", nothing],
@@ -365,7 +375,7 @@ def _words(draw: random.Random, base: Path) -> Case:
     ]
     words = [*draw.choice(lines), draw.choice(WORDS)]
     message = " ".join(ascii(word)[:40] for word in words).replace(nothing, "NOTHING")
-    return Case("words", message, lambda: _command(*words), "refused")
+    return Case("words", message, lambda: run_command(*words), "refused")
 
 
 def _corpus(draw: random.Random, base: Path) -> Case:
@@ -379,7 +389,7 @@ def _corpus(draw: random.Random, base: Path) -> Case:
     spoilt = spoil(draw, file.read_bytes())
     file.write_bytes(spoilt.data)
     words = ["data", "prepare", "--out", str(here / "out"), "--corpus", str(file)]
-    return Case("corpus", f"{file.name}: {spoilt.done}", lambda: _command(*words))
+    return Case("corpus", f"{file.name}: {spoilt.done}", lambda: run_command(*words))
 
 
 def _metrics(draw: random.Random, base: Path) -> Case:
@@ -465,7 +475,7 @@ def _generate(draw: random.Random, base: Path) -> Case:
     file.write_bytes(data)
     words = ["generate", str(base / "run"), "--prompts-file", str(file), "--json"]
     words += ["--max-new-tokens", draw.choice(["1", "0", "-1", "2"])]
-    return Case("prompts", ascii(lines)[:80], lambda: _command(*words))
+    return Case("prompts", ascii(lines)[:80], lambda: run_command(*words))
 
 
 def _lines_room(name: str, file: str, read: Callable[[Path], Any]) -> Room:
@@ -564,7 +574,7 @@ def _new(draw: random.Random, base: Path) -> Case:
 
     def run() -> None:
         os.chdir(here)
-        _command(*line)
+        run_command(*line)
 
     return Case("new", " ".join(ascii(w)[:40] for w in line), run)
 
@@ -581,7 +591,7 @@ def _doctor(draw: random.Random, base: Path) -> Case:
 
     def run() -> None:
         os.environ[name] = value
-        _command(*words)
+        run_command(*words)
 
     return Case("doctor", f"{words[1:]} {name}={ascii(value)[:40]}", run)
 
@@ -597,7 +607,7 @@ def _parquet(draw: random.Random, base: Path) -> Case:
         file.write_bytes(spoilt.data)
         done = spoilt.done
     words = ["data", "prepare", "--out", str(here / "out"), "--corpus", str(file)]
-    return Case("parquet", f"{file.name}: {done}", lambda: _command(*words))
+    return Case("parquet", f"{file.name}: {done}", lambda: run_command(*words))
 
 
 _OBJECTS = (
@@ -636,14 +646,14 @@ def _bucket(draw: random.Random, base: Path) -> Case:
         try:
             if use in ("corpus", "glob"):
                 corpus = f"{url}/a.txt" if use == "corpus" else f"{url}/**"
-                _command("data", "prepare", "--out", out, "--corpus", corpus)
+                run_command("data", "prepare", "--out", out, "--corpus", corpus)
             elif use == "folder":
                 with fetched_folder(url):
                     pass
             elif use == "run":
-                _command("card", url)
+                run_command("card", url)
             elif use == "prepared":
-                _command("data", "show", url)
+                run_command("data", "show", url)
             else:
                 load_tokenizer(url)
         finally:
@@ -883,7 +893,7 @@ def _chat(draw: random.Random, base: Path) -> Case:
     def run() -> None:
         os.chdir(here)
         sys.stdin = io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8")
-        _command("chat", str(base / "run"), "--max-new-tokens", "2")
+        run_command("chat", str(base / "run"), "--max-new-tokens", "2")
 
     return Case("chat", ascii(lines)[:120], run)
 
@@ -911,7 +921,7 @@ def _surgery(draw: random.Random, base: Path) -> Case:
     run_of = draw.choice(["deep", "deep", "RAT run", "RRT run", "nothing"])
     words = ["convert", kind, str(base / run_of), str(here / "out"), *options]
     message = f"{kind} {run_of} {[ascii(o)[-40:] for o in options]}"
-    return Case("surgery", message, lambda: _command(*words))
+    return Case("surgery", message, lambda: run_command(*words))
 
 
 def _read_config(folder: Path) -> Any:
@@ -958,7 +968,7 @@ def _read_talks(folder: Path) -> None:
 
 
 def _show_card(folder: Path) -> None:
-    _command("card", str(folder))
+    run_command("card", str(folder))
 
 
 def _read_prepared(folder: Path) -> Any:
@@ -1006,7 +1016,7 @@ def _read_run(folder: Path) -> Any:
 def _import_hf(folder: Path) -> Any:
     out = folder.parent / "imported"
     shutil.rmtree(out, ignore_errors=True)
-    _command("convert", "from-hf", str(folder), str(out), "--no-check")
+    run_command("convert", "from-hf", str(folder), str(out), "--no-check")
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -1188,13 +1198,12 @@ def make_models(base: Path) -> None:
             experiment.model, stack=replace(experiment.model.stack, layers=2)
         ),
     )
-    for name, each in {"deep": deep} | {
-        f"{name} run": _variant(name, stack) for name, stack in VARIANTS.items()
-    }.items():
+    variants = {f"{name} run": _variant(name, m) for name, m in VARIANTS.items()}
+    for name, each in {"deep": deep, **variants}.items():
         model = Decoder(each.model, rngs=nnx.Rngs(0))
         write_run(base / name, model, each, ByteTokenizer(bos=True), step=3)
     words = ("convert", "to-torch", str(base / "run"), str(base / "hf"))
-    _command(*words, "--format", "hf", "--no-check")
+    run_command(*words, "--format", "hf", "--no-check")
 
 
 def _variant(name: str, model: ModelConfig) -> Experiment:
@@ -1282,7 +1291,7 @@ class Failed(Exception):
     """A command ended with another code than 0 and 2, or said more than a sentence."""
 
 
-def _command(*words: str) -> None:
+def run_command(*words: str) -> None:
     """Runs `recurjax WORDS` here.
 
     Raises:
