@@ -1,4 +1,4 @@
-"""Kernels and bytes of the compiled scans: the tables of the ops' READMEs.
+"""Kernels and bytes of the compiled scans: the tables of docs/design/scans.md.
 
     JAX_PLATFORMS=cpu PYTHONPATH=.compilers python -m \
         tests.pallas_kernels.moved_table OP TARGET [CASE ...]
