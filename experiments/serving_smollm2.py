@@ -75,7 +75,7 @@ class Options:
         if self.requests % max(self.slots):
             raise UserError("--requests must be a multiple of the most slots")
         if not all(0 < share < 1 for share in self.shares):
-            raise UserError("--shares must lie between 0 and 1")
+            raise UserError("--shares must be between 0 and 1")
 
 
 def drawn_prompts(run: LoadedRun, count: int) -> list[list[int]]:

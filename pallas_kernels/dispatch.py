@@ -92,7 +92,7 @@ def run(op: Op, call: Any, *, implementation: str | None) -> Any:
     for name in known if implementation is None else [implementation]:
         if name not in op.backends:
             raise ValueError(
-                f"{op.name}: wants an implementation of {known}, got {name!r}"
+                f"{op.name}: needs an implementation of {known}, got {name!r}"
             )
         chosen = _Chosen(op, name, _find_cut(op, name, call))
         reason = chosen.refusal(call)
@@ -112,7 +112,7 @@ def check_shapes(op: str, wanted: Mapping[str, tuple[Any, tuple[int, ...]]]) -> 
     """
     for name, (array, shape) in wanted.items():
         if array is not None and array.shape != shape:
-            raise ValueError(f"{op}: wants {name} of shape {shape}, got {array.shape}")
+            raise ValueError(f"{op}: needs {name} of shape {shape}, got {array.shape}")
 
 
 def check_kinds(
@@ -136,7 +136,7 @@ def check_kinds(
     for word, kind, arrays in kinds:
         for name, array in arrays.items():
             if array is not None and not jnp.issubdtype(array.dtype, kind):
-                raise ValueError(f"{op}: wants {word} {name}, got {array.dtype}")
+                raise ValueError(f"{op}: needs {word} {name}, got {array.dtype}")
 
 
 def refusal_of_one_position(x: jax.Array) -> str | None:

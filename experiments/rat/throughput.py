@@ -72,7 +72,7 @@ class Options:
             raise UserError(f"--models: there is no {', '.join(sorted(unknown))}")
         if not 1 <= self.new < min(self.lengths) or self.most < 1:
             raise UserError(
-                "--new must lie between 1 and the shortest of --lengths, --most be at "
+                "--new must be between 1 and the shortest of --lengths, --most be at "
                 f"least 1, got {self.new}, {min(self.lengths)} and {self.most}"
             )
 

@@ -72,7 +72,7 @@ def _check(call: ChunkAttentionCall) -> None:
     q, own_logits, own_values, ends, first, documents, options = call
     if q.ndim != 4 or 0 in q.shape or own_logits.ndim != 3 or ends.keys.ndim != 4:
         raise ValueError(
-            "chunk_attention: wants queries [B, T, N, E] of 1 or more, own_logits "
+            "chunk_attention: needs queries [B, T, N, E] of 1 or more, own_logits "
             f"[B, T, H] and ends.keys [B, H, S, E], got {q.shape}, "
             f"{own_logits.shape} and {ends.keys.shape}"
         )
@@ -80,7 +80,7 @@ def _check(call: ChunkAttentionCall) -> None:
     H, S = own_logits.shape[2], ends.keys.shape[2]
     if H % N:
         raise ValueError(
-            f"chunk_attention: wants query groups that divide the heads, got {N} "
+            f"chunk_attention: needs query groups that divide the heads, got {N} "
             f"groups for {H} heads"
         )
     wanted = {
@@ -95,12 +95,12 @@ def _check(call: ChunkAttentionCall) -> None:
     dispatch.check_shapes("chunk_attention", wanted)
     if (documents is None) != (ends.documents is None):
         raise ValueError(
-            "chunk_attention: wants documents of positions and of chunk ends, or "
+            "chunk_attention: needs documents of positions and of chunk ends, or "
             "neither, got one of them"
         )
     if options.chunk < 1:
         raise ValueError(
-            f"chunk_attention: wants chunk of at least 1, got {options.chunk}"
+            f"chunk_attention: needs chunk of at least 1, got {options.chunk}"
         )
     dispatch.check_kinds(
         "chunk_attention",

@@ -134,12 +134,12 @@ def queried_scan(
         or prod(queries.shape[2:]) != keys.shape[2]
     ):
         raise ValueError(
-            f"{op}: wants queries [{B}, {T}, N, E] with N E the {keys.shape[2]} "
+            f"{op}: needs queries [{B}, {T}, N, E] with N E the {keys.shape[2]} "
             f"channels of the keys, got {queries.shape}"
         )
     dispatch.check_kinds(op, floating={"queries": queries})
     if chunk is None or T % chunk:
-        raise ValueError(f"{op}: wants whole chunks of {chunk}, got {T} positions")
+        raise ValueError(f"{op}: needs a multiple of chunk {chunk} positions, got {T}")
     lengths = _within(lengths, T)
     first = _zeros(gate, 2) if initial is None else tuple(initial)
     options = GatedScanOptions(chunk=chunk, blocks=blocks or BlockSizes())
@@ -161,21 +161,21 @@ def _within(lengths: Array | None, T: int) -> Array | None:
 
 def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
     if len(gate.shape) != 3 or 0 in gate.shape:
-        raise ValueError(f"{op}: wants a gate [B, T, D] of 1 or more, got {gate.shape}")
+        raise ValueError(f"{op}: needs a gate [B, T, D] of 1 or more, got {gate.shape}")
     B, T, D = gate.shape
     if not streams:
-        raise ValueError(f"{op}: wants at least one stream of values")
+        raise ValueError(f"{op}: needs at least one stream of values")
     for name, v in streams.items():
         if v.shape[:2] != (B, T) or v.shape[2] < 1 or D % v.shape[2]:
             raise ValueError(
-                f"{op}: wants {name} of shape {(B, T)} and a width that divides "
+                f"{op}: needs {name} of shape {(B, T)} and a width that divides "
                 f"{D}, got {v.shape}"
             )
     if isinstance(gate, GateLogits):
         dispatch.check_shapes(op, {"bias": (gate.bias, (D,))})
     if initial is not None and [h.shape for h in initial] != [(B, D)] * len(streams):
         raise ValueError(
-            f"{op}: wants {len(streams)} initial states of shape {(B, D)}, got "
+            f"{op}: needs {len(streams)} initial states of shape {(B, D)}, got "
             f"{[h.shape for h in initial]}"
         )
     dispatch.check_shapes(op, {"starts": (starts, (B, T)), "lengths": (lengths, (B,))})
@@ -190,7 +190,7 @@ def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
         truth={"starts": starts},
     )
     if chunk is not None and chunk < 1:
-        raise ValueError(f"{op}: wants chunk of at least 1, got {chunk}")
+        raise ValueError(f"{op}: needs chunk of at least 1, got {chunk}")
 
 
 def find_cut(call: GatedScanCall) -> Cut | None:

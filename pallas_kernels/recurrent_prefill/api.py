@@ -197,7 +197,7 @@ def _check_rows(x: Array, cache: RecurrentCache, rows: Rows) -> None:
 
 
 def _wants(what: str) -> str:
-    return f"recurrent_prefill: wants {what}"
+    return f"recurrent_prefill: needs {what}"
 
 
 def _prepare(call: RecurrentPrefillCall, backend: Any, cut: Cut | None) -> Any:

@@ -83,11 +83,11 @@ def check_stages(weights: LayerWeights, schedule: str | None) -> None:
         return
     if schedule != "wavefront":
         raise ValueError(
-            'recurrent_prefill: wants schedule "wavefront" on a mesh of '
+            'recurrent_prefill: needs schedule "wavefront" on a mesh of '
             f"{stages} stages, got {schedule!r}"
         )
     if layers % stages:
         raise ValueError(
-            "recurrent_prefill: wants a number of layers that the mesh's stages "
+            "recurrent_prefill: needs a number of layers that the mesh's stages "
             f"divide, got {layers} layers on {stages} stages"
         )

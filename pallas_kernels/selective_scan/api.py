@@ -132,7 +132,7 @@ OP = dispatch.Op(
 def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) -> None:
     if u.ndim != 3 or a.ndim != 2 or 0 in (*u.shape, *a.shape):
         raise ValueError(
-            f"selective_scan: wants u of shape [B, T, I] and a of shape [I, N], none "
+            f"selective_scan: needs u of shape [B, T, I] and a of shape [I, N], none "
             f"of them 0, got {u.shape} and {a.shape}"
         )
     (B, T, I), N = u.shape, a.shape[1]
@@ -152,7 +152,7 @@ def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) ->
         },
     )
     if chunk < 1:
-        raise ValueError(f"selective_scan: wants chunk of at least 1, got {chunk}")
+        raise ValueError(f"selective_scan: needs chunk of at least 1, got {chunk}")
     of_channels = {"u": u, "dt": dt, "a": a, "b": b, "c": c, "skip": skip, "z": z}
     dispatch.check_kinds(
         "selective_scan",

@@ -86,7 +86,7 @@ class SelectiveScanOutputs(NamedTuple):
 def refusal_of_arrays(call: SelectiveScanCall) -> str | None:
     """Returns why no kernel takes these arrays, whatever the device; None: one can."""
     if call.skip is None or call.z is None or call.dt_bias is None:
-        return "wants skip, z and dt_bias, as a Mamba mixer gives them"
+        return "needs skip, z and dt_bias, as a Mamba mixer gives them"
     names = ("u", "dt", "b", "c", "z")
     arrays = {name: getattr(call, name) for name in names}
     return refusal_of_dtypes(arrays, jnp.float32, jnp.bfloat16)

@@ -525,7 +525,7 @@ class _Terminal:
             try:
                 value = float(text)
             except ValueError:
-                raise UserError(f"/temperature wants a number, got {text!r}") from None
+                raise UserError(f"/temperature needs a number, got {text!r}") from None
             self._talk.sampling = replace(self._talk.sampling, temperature=value)
         _tell(f"temperature {self._talk.sampling.temperature:g}")
 
@@ -540,7 +540,7 @@ class _Terminal:
 
 def _file(name: str, word: str) -> Path:
     if not name:
-        raise UserError(f"{word} wants the name of a file")
+        raise UserError(f"{word} needs the name of a file")
     return Path(name).expanduser()
 
 

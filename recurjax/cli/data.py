@@ -94,7 +94,7 @@ class PrepareOptions(CorpusOptions):
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(
-                "--part wants i/n with i from 1 to n, such as 1/4 and 4/4, got "
+                "--part needs i/n with i from 1 to n, such as 1/4 and 4/4, got "
                 f"{self.part}"
             )
         if self.max_tokens is not None:

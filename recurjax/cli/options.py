@@ -289,8 +289,8 @@ def _sentence(box: str) -> str:
     text = re.sub(r"^(\S+): (?=\1\b)", "", text.removeprefix("Error parsing "))
     if "Argument helptext:" in lines:
         wanted = lines[lines.index("Argument helptext:") + 1].partition(" ")[2]
-        wanted = re.sub(r"\bINT\b", "a whole number", wanted).replace("{None}|", "")
-        text = f"{text.rstrip('.')} (it wants {wanted})"
+        wanted = re.sub(r"\bINT\b", "an integer", wanted).replace("{None}|", "")
+        text = f"{text.rstrip('.')} (it needs {wanted})"
     return text
 
 

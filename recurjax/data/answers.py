@@ -118,10 +118,10 @@ class AnswersDataset(RowsOfText):
         Args and errors are those of `Dataset.loader`.
         """
         if split not in ("train", "validation"):
-            raise ValueError(f"AnswersDataset: want train or validation, got {split!r}")
+            raise ValueError(f"AnswersDataset: need train or validation, got {split!r}")
         if length < 1 or batch < 1:
             raise ValueError(
-                f"AnswersDataset: want length, batch >= 1, got {length}, {batch}"
+                f"AnswersDataset: need length, batch >= 1, got {length}, {batch}"
             )
         chosen = self.split(split)
         if not chosen:

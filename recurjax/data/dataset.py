@@ -76,7 +76,7 @@ class Dataset(RowsOfText):
     def split(self, name: SplitName) -> Split:
         """Returns one part of the stream."""
         if name not in get_args(SplitName):
-            raise ValueError(f"Dataset.split: want train or validation, got {name!r}")
+            raise ValueError(f"Dataset.split: need train or validation, got {name!r}")
         # The split is one cut: everything before it is for training.
         start, stop = (0, self.cut) if name == "train" else (self.cut, None)
         stop = self.stream.tokens if stop is None else stop
@@ -130,11 +130,11 @@ class Dataset(RowsOfText):
         rows = rows or (0, batch)
         if length < 1 or batch < 1:
             raise ValueError(
-                f"Dataset.loader: want length, batch >= 1, got {length}, {batch}"
+                f"Dataset.loader: need length, batch >= 1, got {length}, {batch}"
             )
         if not 0 <= rows[0] < rows[1] <= batch:
             raise ValueError(
-                f"Dataset.loader: rows must lie within 0..{batch}, got {rows}"
+                f"Dataset.loader: rows must be within 0..{batch}, got {rows}"
             )
         # Check here: grain would raise the error later, in a thread.
         part = self.split(split)

@@ -56,7 +56,7 @@ def loss_by_position(
       ValueError: stretch < 1, or there is nothing to predict.
     """
     if stretch < 1:
-        raise ValueError(f"loss_by_position: wants stretch of at least 1: {stretch}")
+        raise ValueError(f"loss_by_position: needs stretch of at least 1: {stretch}")
     sums = None
     for batch in batches:
         # Summed in float64 on the host: means of many batches keep their digits.

@@ -105,7 +105,7 @@ def score_exits(
     scores = []
     for rule, values in tries:
         if rule == "head" and head is None:
-            raise ValueError("score_exits: the rule head wants a trained head")
+            raise ValueError("score_exits: the rule head needs a trained head")
         # The six figures of `_sums` in float64, so that long texts keep their digits.
         sums = np.zeros((len(values), 6))
         for batch in batches():

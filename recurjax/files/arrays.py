@@ -33,7 +33,11 @@ class Expected(NamedTuple):
     shape: tuple[int | None, ...]
 
     def __str__(self) -> str:
-        names = {"f": "floating-point numbers", "iu": "whole numbers", "i": "integers"}
+        names = {
+            "f": "floating-point numbers",
+            "iu": "integers",
+            "i": "signed integers",
+        }
         sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
         return f"{names.get(self.kinds, self.kinds)} of shape [{sizes}]"
 

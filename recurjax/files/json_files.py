@@ -82,7 +82,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 def _whole_number(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a whole number has {len(digits)} digits")
+        raise ValueError(f"an integer has {len(digits)} digits")
     return int(digits)
 
 

@@ -388,7 +388,7 @@ class CacheRows:
             expected = (*leaf.shape[:axis], 1, *leaf.shape[axis + 1 :])
             if new.shape != expected or new.dtype != leaf.dtype:
                 raise ValueError(
-                    f"insert: wants a cache of one row for the same length, with "
+                    f"insert: needs a cache of one row for the same length, with "
                     f"{expected} of {leaf.dtype}, got {new.shape} of {new.dtype}"
                 )
             return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis)

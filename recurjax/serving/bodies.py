@@ -265,7 +265,7 @@ def _top_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
     if not _flag(body, "logprobs"):
         if top:
             raise RequestError(
-                400, "top_logprobs wants logprobs true", field="top_logprobs"
+                400, "top_logprobs needs logprobs true", field="top_logprobs"
             )
         return None
     return top
@@ -286,7 +286,7 @@ def _number(
     # `type`, not isinstance: true would pass for 1.
     kinds = (int,) if whole else (int, float)
     if type(value) not in kinds or not least <= value <= most:
-        kind = "a whole number" if whole else "a number"
+        kind = "an integer" if whole else "a number"
         raise RequestError(
             400, f"{name} must be {kind} from {least} to {most}", field=name
         )

@@ -32,7 +32,7 @@ def with_evenly_kept_layers(
             f"{type(base).__name__}"
         )
     if not 1 <= loops <= base.layers:
-        raise UserError(f"loops must lie in 1..{base.layers}, got {loops}")
+        raise UserError(f"loops must be in 1..{base.layers}, got {loops}")
     # The largest multiple of the loops that the model has.
     layers = evenly_kept(base.layers, base.layers // loops * loops)
     if len(layers) == base.layers:
@@ -61,7 +61,7 @@ def truncated(model: Decoder, loops: int) -> Decoder:
     """
     stack = recursive_config(model)
     if not 1 <= loops <= stack.loops:
-        raise UserError(f"loops must lie in 1..{stack.loops}, got {loops}")
+        raise UserError(f"loops must be in 1..{stack.loops}, got {loops}")
     return with_loops(model, loops)
 
 

@@ -368,4 +368,4 @@ def first_heads(layers: int, heads: int, share: float) -> tuple[tuple[int, ...],
 def check_share(share: float) -> None:
     """Raises UserError for a share of heads that is none."""
     if not (math.isfinite(share) and 0.0 <= share <= 1.0):
-        raise UserError(f"--beta must lie between 0 and 1, got {share}")
+        raise UserError(f"--beta must be between 0 and 1, got {share}")

@@ -269,7 +269,7 @@ def evenly_kept(layers: int, count: int) -> tuple[int, ...]:
     i (L - 1) / (count - 1), rounded as stepwise; for L that the loops do not divide.
     """
     if not 1 <= count <= layers:
-        raise ValueError(f"evenly_kept: count must lie in 1..{layers}, got {count}")
+        raise ValueError(f"evenly_kept: count must be in 1..{layers}, got {count}")
     # One layer has no second end to step to.
     if count == 1:
         return (0,)
@@ -512,9 +512,7 @@ def leading_vectors(
     residual = np.asarray(residual, np.float64)
     N, M = residual.shape
     if not 1 <= rank <= min(N, M):
-        raise ValueError(
-            f"leading_vectors: rank must lie in 1..{min(N, M)}, got {rank}"
-        )
+        raise ValueError(f"leading_vectors: rank must be in 1..{min(N, M)}, got {rank}")
     gram = residual @ residual.T if N <= M else residual.T @ residual
     # Eigenvalues come in ascending order.
     return np.linalg.eigh(gram)[1][:, ::-1][:, :rank]

@@ -23,7 +23,7 @@ OPTIONS = [
     ("--optimiser.b1=0.5", r"no option --optimiser.b1: did you mean --optimizer.b1\?"),
     (
         "--training.steps many",
-        r"--training.steps: .*'many' \(it wants a whole number\)",
+        r"--training.steps: .*'many' \(it needs an integer\)",
     ),
     ("--optimizer.learning-rate", "Missing value .*--optimizer.learning-rate"),
     ("--data.packing tight", r"'tight'.*--data.packing.*'concat', 'best_fit'"),
@@ -35,7 +35,7 @@ OPTIONS = [
     ("--training.profile 5 2", r"first <= last, got \(5, 2\)"),
     (
         "--schedule.warmup-steps 13",
-        "warmup_steps must lie between 0 and .* = 12, got 13",
+        "warmup_steps must be between 0 and .* = 12, got 13",
     ),
     ("--name a/b", "name must be fit for a directory"),
     ("--runs", "--runs needs a directory"),

@@ -200,7 +200,7 @@ def prepared_folder(files) -> str:
 @pytest.mark.parametrize("part", ["3/2", "0/2", "1", "a/b", "-1/2"])
 def test_a_part_that_is_none_is_told(files, part):
     words = ["prepare", "--out", str(files / "o"), "--corpus", "embedded"]
-    with pytest.raises(UserError, match=r"--part wants i/n with i from 1 to n"):
+    with pytest.raises(UserError, match=r"--part needs i/n with i from 1 to n"):
         run([*words, f"--part={part}"])
 
 

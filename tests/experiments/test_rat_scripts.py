@@ -173,7 +173,7 @@ def test_a_wrong_option_is_told(script, tmp_path):
     UserError = importlib.import_module("recurjax.errors").UserError
     for name, words, message in [
         ("throughput", ["--models", "rat17"], "there is no rat17"),
-        ("throughput", ["--new", "9999"], "--new must lie between"),
+        ("throughput", ["--new", "9999"], "--new must be between"),
         ("latency", ["--layers", "lstm"], "there is no lstm"),
         ("latency", ["--out", str(tmp_path / "no")], "there is no directory"),
         ("latency", ["--tokens", "10"], "at least the longest"),

@@ -91,12 +91,12 @@ def test_commands_change_the_talk(chat, tmp_path):
     said = err.splitlines()
     assert said[1:4] == ["system: (none)", "(started again)", f"(3 messages in {file})"]
     assert said[4:6] == ["temperature 0", "temperature 0.5"]
-    assert said[6] == "recurjax: /temperature wants a number, got 'warm'"
+    assert said[6] == "recurjax: /temperature needs a number, got 'warm'"
     assert said[7].endswith("temperature: must be >= 0, got -1.0")
     assert "a second, ended by its limit" in said[8] and "KiB" in said[9]
     assert said[10:12] == ["(forgotten)", "system: short"]
     assert said[-2] == "recurjax: there is no command /wings: /help lists them"
-    assert said[-1] == "recurjax: /save wants the name of a file"
+    assert said[-1] == "recurjax: /save needs the name of a file"
     roles = [row["role"] for row in json.loads(file.read_text())["messages"]]
     assert roles == ["system", "user", "assistant"]
 

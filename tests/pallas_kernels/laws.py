@@ -143,7 +143,7 @@ class OpLaws:
                     self.named(call, backend)
 
     def test_an_unknown_backend_is_named(self):
-        message = f"{self.op.name}: wants an implementation of .*, got 'cuda'"
+        message = f"{self.op.name}: needs an implementation of .*, got 'cuda'"
         with pytest.raises(ValueError, match=message):
             self.named(self.call(1), "cuda")
 

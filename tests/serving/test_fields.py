@@ -83,7 +83,7 @@ def test_without_new_tokens_an_echoed_prompt_is_returned(server):
     assert answer["usage"]["completion_tokens"] == 0
     assert server.events("/v1/completions", body)[0]["choices"][0]["text"] == "abc"
     status, message = told(server, "/v1/completions", body | {"echo": False})
-    assert status == 400 and "max_tokens must be a whole number from 1" in message
+    assert status == 400 and "max_tokens must be an integer from 1" in message
 
 
 def test_likeliest_tokens_of_one_text_are_all_told():

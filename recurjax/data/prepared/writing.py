@@ -284,7 +284,7 @@ def _check(
 ) -> None:
     if not 0.0 <= validation_fraction <= 1.0:
         raise UserError(
-            f"validation_fraction must lie between 0 and 1, got {validation_fraction}"
+            f"validation_fraction must be between 0 and 1, got {validation_fraction}"
         )
     if shard_tokens < 1:
         raise UserError(f"shard_tokens must be positive, got {shard_tokens}")

@@ -45,7 +45,7 @@ class Copy:
             low, high = self._lengths(split)
             if low > high:
                 raise UserError(
-                    f"Copy: strings of {low} to {high} letters in {split}: want "
+                    f"Copy: strings of {low} to {high} letters in {split}: need "
                     "shortest <= longest"
                 )
             # begin, the string, bar, the string again, end.

@@ -89,7 +89,7 @@ class TaskData(RangeChecks):
         rising = list(self.stages) == sorted(self.stages) and self.stages[:1] == (0,)
         if self.stages and not (len(self.stages) == settings and rising):
             raise UserError(
-                f"data.stages {self.stages}: want {settings} rising steps from 0 on, "
+                f"data.stages {self.stages}: need {settings} rising steps from 0 on, "
                 "one for each setting of the task"
             )
 
@@ -195,7 +195,7 @@ class TaskDataset:
           UserError: rows of the task are longer.
         """
         if split not in get_args(Split):
-            raise ValueError(f"TaskDataset: want train or validation, got {split!r}")
+            raise ValueError(f"TaskDataset: need train or validation, got {split!r}")
         # Check here, before one of grain's threads meets a row that does not fit.
         longest = self.config.task.longest(split)
         if longest > length:

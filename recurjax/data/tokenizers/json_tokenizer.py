@@ -164,7 +164,7 @@ class JsonTokenizer:
         self.vocabulary = max(self._ids_of.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST:
             raise UserError(
-                f"its token ids must lie in 0 to {_MOST - 1}, the last is "
+                f"its token ids must be from 0 to {_MOST - 1}, the last is "
                 f"{self.vocabulary - 1}"
             )
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)

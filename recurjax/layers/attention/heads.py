@@ -74,7 +74,7 @@ def keys_for_queries(
         return jnp.repeat(k, heads // k.shape[2], axis=2)
     if len(key_head_of) != heads:
         raise ValueError(
-            f"keys_for_queries: wants a key head for each of {heads} query heads, got "
+            f"keys_for_queries: needs a key head for each of {heads} query heads, got "
             f"{len(key_head_of)}"
         )
     return k[:, :, np.asarray(key_head_of)]

@@ -92,7 +92,7 @@ class ArrayStore:
         # by its dotted form, so another layout would need two ways to read.
         tree = nested(_with_elements(arrays))
         if not tree:
-            raise ValueError("ArrayStore.start_write: wants an array with elements")
+            raise ValueError("ArrayStore.start_write: needs an array with elements")
         items = {
             ARRAYS: ocp.args.PyTreeSave(tree),
             MANIFEST: ocp.args.JsonSave(manifest),

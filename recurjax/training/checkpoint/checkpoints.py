@@ -104,7 +104,7 @@ class Checkpoints:
           ValueError: keep < 1.
         """
         if keep < 1:
-            raise ValueError(f"Checkpoints: wants keep >= 1, got keep={keep}")
+            raise ValueError(f"Checkpoints: needs keep >= 1, got keep={keep}")
         # Kept in memory only: reading must not change what is on disk.
         self._directory = StepDirectory(directory)
         self._keep = keep
@@ -393,7 +393,7 @@ def _entries(arrays: Mapping[str, Any]) -> dict[str, ArrayEntry]:
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):
             raise ValueError(
-                f"Checkpoints.save: wants jax.Array, got {name}={type(array).__name__}"
+                f"Checkpoints.save: needs jax.Array, got {name}={type(array).__name__}"
             )
     sums = checksums(arrays)
     return {
@@ -410,6 +410,6 @@ def _gathered(data_state: dict[str, Any]) -> list[dict[str, Any]]:
         text, plain = "", False
     if not plain:
         raise ValueError(
-            f"Checkpoints.save: wants a data_state of plain JSON, got {data_state}"
+            f"Checkpoints.save: needs a data_state of plain JSON, got {data_state}"
         )
     return [json.loads(state) for state in every_process(text)]

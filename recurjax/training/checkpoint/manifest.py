@@ -127,7 +127,7 @@ def named(tree: Mapping[str, Any]) -> dict[str, Any]:
             return
         for key, child in node.items():
             if not isinstance(key, str) or not key or "." in key:
-                raise ValueError(f"named: wants keys without dots, got {key!r}")
+                raise ValueError(f"named: needs keys without dots, got {key!r}")
             walk(child, (*path, key))
 
     walk(tree, ())

@@ -82,7 +82,7 @@ def learning_rate(
     warmup = schedule.warmup_steps
     if not 0 <= warmup <= steps:
         raise UserError(
-            "schedule.warmup_steps must lie between 0 and training.steps = "
+            "schedule.warmup_steps must be between 0 and training.steps = "
             f"{steps}, got {warmup}"
         )
     match schedule:

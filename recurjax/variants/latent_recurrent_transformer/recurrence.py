@@ -106,7 +106,7 @@ def strided_partition(length: int, parts: int) -> tuple[slice, ...]:
     """
     if not 1 <= parts <= length:
         raise ValueError(
-            f"strided_partition: parts must lie in 1..{length}, the sequence's length, "
+            f"strided_partition: parts must be in 1..{length}, the sequence's length, "
             f"got {parts}"
         )
     return tuple(slice(start, None, parts) for start in range(parts))

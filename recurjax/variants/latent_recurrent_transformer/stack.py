@@ -200,7 +200,7 @@ class LatentRecurrentTransformerStack(
                 "stack.memory.keys or stack.memory.values"
             )
         if any(group.origin is None for group in buffer.groups):
-            raise ValueError("refreshed: wants a buffer made with origins=True")
+            raise ValueError("refreshed: needs a buffer made with origins=True")
         memory = self._projected(self.memory_of(buffer.states, ids))
         position = jnp.arange(ids.shape[1])[None]
 
@@ -246,7 +246,7 @@ class LatentRecurrentTransformerStack(
             raise ValueError("refine: the model has no memory: set stack.memory")
         if buffer.states.shape != (B, T, D):
             raise ValueError(
-                f"refine: wants a buffer of states {(B, T, D)}, got "
+                f"refine: needs a buffer of states {(B, T, D)}, got "
                 f"{buffer.states.shape}"
             )
         n = len(indices(positions, T))
@@ -254,7 +254,7 @@ class LatentRecurrentTransformerStack(
             memory = take(self.memory_of(buffer.states, tokens.ids), positions)
         elif memory.shape != (B, n, D):
             raise ValueError(
-                f"refine: wants a memory of shape {(B, n, D)}, got {memory.shape}"
+                f"refine: needs a memory of shape {(B, n, D)}, got {memory.shape}"
             )
         inputs = PassInputs(
             # Only the chosen positions are computed, on the others' buffered keys and
@@ -333,7 +333,7 @@ class LatentRecurrentTransformerStack(
         """
         memory = self.config.memory
         if memory is None or memory.depth == 0 or 0 in memory.lags:
-            raise NotImplementedError("sweep: wants a memory of earlier tokens")
+            raise NotImplementedError("sweep: needs a memory of earlier tokens")
         B, T, _ = x.shape
         self._check_room(cache, T, tokens)
         count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths

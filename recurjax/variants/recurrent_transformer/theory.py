@@ -38,7 +38,7 @@ def simulate_transformer(weights: LayerWeights) -> LayerWeights:
     extra = [n for n, leaf in weights._asdict().items() if leaf is not None][6:]
     if extra:
         raise ValueError(
-            f"simulate_transformer: wants no norm, bias or gate, got {extra}"
+            f"simulate_transformer: needs no norm, bias or gate, got {extra}"
         )
     # Even and odd layers have carry and live swapped.
     L = weights.w_q.shape[0]

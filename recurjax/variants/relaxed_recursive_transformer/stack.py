@@ -204,10 +204,10 @@ class RelaxedRecursiveTransformerStack(
         self._check_cycle("loop")
         first = self.config.loop_cache == "first"
         if cache.training:
-            raise ValueError("loop: wants a real cache")
+            raise ValueError("loop: needs a real cache")
         if first and not (isinstance(b, int) and x.shape[1] == 1):
             raise ValueError(
-                "loop: with loop_cache 'first' wants one token, and b as an int"
+                "loop: with loop_cache 'first' needs one token, and b as an int"
             )
         kv, act = None, run_layer(tokens)
         if first and b:

@@ -170,8 +170,8 @@ def test_a_curriculum_adds_settings_at_its_stages():
     ("task", "wrong", "message"),
     [
         (FIXED, {"order": "settings"}, "InContextRecall has one setting"),
-        (TURNS, {"stages": (0, 5, 9)}, "want 2 rising steps from 0 on"),
-        (TURNS, {"stages": (1, 5)}, "want 2 rising steps from 0 on"),
+        (TURNS, {"stages": (0, 5, 9)}, "need 2 rising steps from 0 on"),
+        (TURNS, {"stages": (1, 5)}, "need 2 rising steps from 0 on"),
     ],
 )
 def test_a_curriculum_that_does_not_fit_the_task_is_refused(task, wrong, message):

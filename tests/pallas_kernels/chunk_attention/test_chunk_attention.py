@@ -286,11 +286,11 @@ def test_the_program_does_not_grow_with_the_sequence():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chunk": 0}, "wants chunk of at least 1, got 0"),
+        ({"chunk": 0}, "needs chunk of at least 1, got 0"),
         ({"q": jnp.zeros((B, 7, 3, E))}, "3 groups for 4 heads"),
-        ({"own_logits": jnp.zeros((B, 6, H))}, "wants own_logits of shape"),
-        ({"first": jnp.zeros(3, int)}, "wants first of shape"),
-        ({"first": jnp.zeros(B)}, "wants integer first, got float32"),
+        ({"own_logits": jnp.zeros((B, 6, H))}, "needs own_logits of shape"),
+        ({"first": jnp.zeros(3, int)}, "needs first of shape"),
+        ({"first": jnp.zeros(B)}, "needs integer first, got float32"),
         ({"q": jnp.zeros((0, 7, 2, E))}, "of 1 or more"),
         ({"documents": jnp.zeros((B, 7), int)}, "or neither, got one of them"),
     ],

@@ -275,19 +275,19 @@ def test_a_logit_of_infinity_carries_the_state_to_the_bit_and_has_no_gradient():
     [
         (
             {"gate": GateLogits(jnp.zeros((B, 7, D)), jnp.zeros(D + 1))},
-            r"wants bias of shape \(4,\), got \(5,\)",
+            r"needs bias of shape \(4,\), got \(5,\)",
         ),
-        ({"chunk": 0}, "wants chunk of at least 1, got 0"),
+        ({"chunk": 0}, "needs chunk of at least 1, got 0"),
         ({"values": ()}, "at least one stream"),
         ({"gate": jnp.zeros((B, D))}, r"gate \[B, T, D\] of 1 or more, got \(2, 4\)"),
         ({"gate": jnp.zeros((0, 7, D))}, r"of 1 or more, got \(0, 7, 4\)"),
-        ({"gate": jnp.zeros((B, 7, D), int)}, "wants floating gate, got int32"),
-        ({"starts": jnp.zeros((B, 7), int)}, "wants bool starts, got int32"),
-        ({"lengths": jnp.zeros(B)}, "wants integer lengths, got float32"),
+        ({"gate": jnp.zeros((B, 7, D), int)}, "needs floating gate, got int32"),
+        ({"starts": jnp.zeros((B, 7), int)}, "needs bool starts, got int32"),
+        ({"lengths": jnp.zeros(B)}, "needs integer lengths, got float32"),
         ({"values": (jnp.zeros((B, 7, 3)),)}, "a width that divides 4"),
-        ({"initial": (jnp.zeros((B, D)),)}, "wants 2 initial states"),
-        ({"starts": jnp.zeros((B, 6), bool)}, "wants starts of shape"),
-        ({"lengths": jnp.zeros(3, int)}, "wants lengths of shape"),
+        ({"initial": (jnp.zeros((B, D)),)}, "needs 2 initial states"),
+        ({"starts": jnp.zeros((B, 6), bool)}, "needs starts of shape"),
+        ({"lengths": jnp.zeros(3, int)}, "needs lengths of shape"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(change, message):

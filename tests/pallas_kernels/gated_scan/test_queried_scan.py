@@ -225,12 +225,12 @@ def test_a_query_that_is_not_finite_spoils_its_own_head_alone():
     "change, message",
     [
         ({"queries": jnp.zeros((2, 12, 3, 16))}, "N E the 32 channels of the keys"),
-        ({"queries": jnp.zeros((2, 11, 2, 16))}, r"wants queries \[2, 12, N, E\]"),
+        ({"queries": jnp.zeros((2, 11, 2, 16))}, r"needs queries \[2, 12, N, E\]"),
         ({"queries": jnp.zeros((2, 12, 32))}, r"N, E\] .* got \(2, 12, 32\)"),
-        ({"keys": jnp.zeros((2, 12, 24))}, "queried_scan: wants keys of shape"),
-        ({"chunk": None}, "wants whole chunks of None"),
-        ({"chunk": 5}, "wants whole chunks of 5, got 12 positions"),
-        ({"chunk": 0}, "queried_scan: wants chunk of at least 1, got 0"),
+        ({"keys": jnp.zeros((2, 12, 24))}, "queried_scan: needs keys of shape"),
+        ({"chunk": None}, "needs a multiple of chunk None"),
+        ({"chunk": 5}, "needs a multiple of chunk 5 positions, got 12"),
+        ({"chunk": 0}, "queried_scan: needs chunk of at least 1, got 0"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(change, message):

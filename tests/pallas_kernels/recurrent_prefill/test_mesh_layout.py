@@ -187,7 +187,7 @@ def test_prefill_and_steps_on_stages_are_those_of_one_device():
         (
             4,
             "prefix",
-            "wants schedule \"wavefront\" on a mesh of 2 stages, got 'prefix'",
+            "needs schedule \"wavefront\" on a mesh of 2 stages, got 'prefix'",
         ),
     ],
 )

@@ -37,7 +37,7 @@ def call(layer=LAYER, *, cache=None, length=LENGTH, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tile": 0}, "wants tile of at least 1 position, got 0"),
+        ({"tile": 0}, "needs tile of at least 1 position, got 0"),
         ({"schedule": "naive", "tile": 4}, 'no tile with schedule "naive", got 4'),
         ({"layer": BLOCKED, "tile": 4}, "multiple of spec.block=3, got 4"),
         ({"cache": empty_cache(2, BATCH, 5, 8, LAYER)}, "has slots, 5, got 13"),

@@ -216,21 +216,21 @@ def test_the_gradient_keeps_a_state_every_chunk_and_no_more():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chunk": 0}, "wants chunk of at least 1, got 0"),
+        ({"chunk": 0}, "needs chunk of at least 1, got 0"),
         ({"u": jnp.zeros((B, 0, I))}, "none of them 0"),
-        ({"dt": jnp.zeros((B, 7, I + 1))}, r"wants dt of shape \(2, 7, 16\), got"),
-        ({"a": jnp.zeros((I + 1, N))}, "wants a of shape"),
-        ({"b": jnp.zeros((B, 7, N + 1))}, "wants b of shape"),
-        ({"c": jnp.zeros((B, 6, N))}, "wants c of shape"),
-        ({"skip": jnp.zeros(N)}, "wants skip of shape"),
-        ({"z": jnp.zeros((B, 7, N))}, "wants z of shape"),
-        ({"dt_bias": jnp.zeros(N)}, "wants dt_bias of shape"),
-        ({"initial": jnp.zeros((B, N, I))}, "wants initial of shape"),
-        ({"starts": jnp.zeros((B, 6), bool)}, "wants starts of shape"),
-        ({"lengths": jnp.zeros(3, int)}, "wants lengths of shape"),
-        ({"u": jnp.zeros((B, 7, I), int)}, "wants floating u, got int32"),
-        ({"a": jnp.zeros((I, N), int)}, "wants floating a, got int32"),
-        ({"starts": jnp.full((B, 7), 2)}, "wants bool starts, got int32"),
+        ({"dt": jnp.zeros((B, 7, I + 1))}, r"needs dt of shape \(2, 7, 16\), got"),
+        ({"a": jnp.zeros((I + 1, N))}, "needs a of shape"),
+        ({"b": jnp.zeros((B, 7, N + 1))}, "needs b of shape"),
+        ({"c": jnp.zeros((B, 6, N))}, "needs c of shape"),
+        ({"skip": jnp.zeros(N)}, "needs skip of shape"),
+        ({"z": jnp.zeros((B, 7, N))}, "needs z of shape"),
+        ({"dt_bias": jnp.zeros(N)}, "needs dt_bias of shape"),
+        ({"initial": jnp.zeros((B, N, I))}, "needs initial of shape"),
+        ({"starts": jnp.zeros((B, 6), bool)}, "needs starts of shape"),
+        ({"lengths": jnp.zeros(3, int)}, "needs lengths of shape"),
+        ({"u": jnp.zeros((B, 7, I), int)}, "needs floating u, got int32"),
+        ({"a": jnp.zeros((I, N), int)}, "needs floating a, got int32"),
+        ({"starts": jnp.full((B, 7), 2)}, "needs bool starts, got int32"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(change, message):
@@ -262,7 +262,7 @@ def test_the_op_runs_in_one_compiled_step_of_generation():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"z": None}, "wants skip, z and dt_bias"),
+        ({"z": None}, "needs skip, z and dt_bias"),
         ({"u": jnp.zeros((B, 7, I), "float16")}, "got u of float16"),
         ({"a": jnp.zeros((24, N))}, "a multiple of 16, got 24"),
         ({"a": jnp.zeros((I, 12))}, "must be 1, 2, 4, 8, 16 or 32, got 12"),
@@ -299,7 +299,7 @@ def test_blocks_of_channels_divide_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"skip": None}, "wants skip, z and dt_bias"),
+        ({"skip": None}, "needs skip, z and dt_bias"),
         ({"b": jnp.zeros((B, 7, N), "float16")}, "got b of float16"),
         ({"a": jnp.zeros((I, 4))}, "must be 8, 16, 24 or 32, got 4"),
         ({"chunk": 12}, "every 1, 2, 4, 8, 16 or 32 positions, got 12"),

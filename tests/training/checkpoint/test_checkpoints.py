@@ -187,11 +187,11 @@ def test_other_arrays_at_the_same_or_an_earlier_step_are_refused(copy):
 @pytest.mark.parametrize(
     "tree, data_state, why",
     [
-        ({"w": np.ones}, {}, "wants jax.Array, got w=ndarray"),
-        ({"a.b": jnp.ones}, {}, "wants keys without dots, got 'a.b'"),
-        ({"w": lambda n: jnp.ones((0, n))}, {}, "wants an array with elements"),
-        ({"w": jnp.ones}, {"read": (1, 2)}, "wants a data_state of plain JSON"),
-        ({"w": jnp.ones}, {"read": object()}, "wants a data_state of plain JSON"),
+        ({"w": np.ones}, {}, "needs jax.Array, got w=ndarray"),
+        ({"a.b": jnp.ones}, {}, "needs keys without dots, got 'a.b'"),
+        ({"w": lambda n: jnp.ones((0, n))}, {}, "needs an array with elements"),
+        ({"w": jnp.ones}, {"read": (1, 2)}, "needs a data_state of plain JSON"),
+        ({"w": jnp.ones}, {"read": object()}, "needs a data_state of plain JSON"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(tmp_path, tree, data_state, why):
@@ -203,7 +203,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path, tree, data_state, why):
 
 
 def test_keep_must_be_positive_and_shardings_are_explicit(three_steps):
-    with pytest.raises(ValueError, match="wants keep >= 1, got keep=0"):
+    with pytest.raises(ValueError, match="needs keep >= 1, got keep=0"):
         Checkpoints(three_steps, keep=0)
     with pytest.raises(ValueError, match="params.b has no sharding"):
         Checkpoints(three_steps).restore(jax.eval_shape(lambda: state(1)))

@@ -389,7 +389,7 @@ def test_a_reset_token_among_pads_forgets_nothing():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: Interleaved(subsets=T + 1), "parts must lie in 1"),
+        (lambda m: Interleaved(subsets=T + 1), "parts must be in 1"),
         (
             lambda m: Interleaved(subsets=0),
             r"Interleaved\.subsets: must be >= 1, got 0",
@@ -410,10 +410,10 @@ def test_a_buffer_or_memory_of_another_shape_is_refused(ids):
     model, ids = build(SHARED), jnp.asarray(ids)
     x, tokens = model.embed(ids), Tokens(ids)
     buffer = model.stack.empty_buffer(x[:, :4])
-    with pytest.raises(ValueError, match="wants a buffer of states"):
+    with pytest.raises(ValueError, match="needs a buffer of states"):
         model.stack.refine(x, tokens, slice(0, 1, 1), buffer)
     memory = jnp.zeros((B, 3, 8))
-    with pytest.raises(ValueError, match="wants a memory of shape"):
+    with pytest.raises(ValueError, match="needs a memory of shape"):
         buffer = model.stack.empty_buffer(x)
         model.stack.refine(x, tokens, slice(0, 1, 1), buffer, memory=memory)
 

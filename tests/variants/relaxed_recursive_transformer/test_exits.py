@@ -344,7 +344,7 @@ def test_the_commands_run_and_refuse(tmp_path):
     assert_refused(refuse("--missing", "skip"), "goes with --exit")
     drawn = ("--exit", "confidence:0.5", "--missing", "verify", "--temperature", "1")
     assert_refused(refuse(*drawn), "verify is for greedy texts")
-    assert_refused(refuse("--loops", "3"), "loops must lie in 1..2")
+    assert_refused(refuse("--loops", "3"), "loops must be in 1..2")
     share = ("--exit", "confidence:0.5", "--missing", "share")
     assert_refused(refuse(*share), "share is for a model with loop_cache")
     judge = partial(recurjax, "evaluate", "exits", run)
