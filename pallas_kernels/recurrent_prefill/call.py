@@ -318,7 +318,7 @@ def refusal_of_kernels(call: RecurrentPrefillCall) -> str | None:
         return "runs no layers on several stages"
     if call.x.shape[1] == 1 and call.cache.slots:
         # A tile's prefix, and the cache with it, is padded to full programs of rows: a
-        # decode # step of one row would move many times what it reads.
+        # decode step of one row would move many times what it reads.
         return "leaves a decode step to xla, which reads the cache in place"
     if call.spec.block != 1:
         return f"runs blocks of one position, got block={call.spec.block}"

@@ -162,7 +162,7 @@ def _cache_bytes(row: BenchRow) -> str:
     """Says how many bytes of cache each layer's token costs, states aside."""
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
     # Long enough that a layer's fixed state, such as a recurrent state or a window, is
-    # # negligible compared with its bytes per token.
+    # negligible compared with its bytes per token.
     length, sizes = 65536, []
     for name, mixer in mixers(shape).items():
         # Shapes suffice to count bytes; nothing of 65,536 tokens is allocated.

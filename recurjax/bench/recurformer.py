@@ -106,7 +106,7 @@ def layer_rows(
     held = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
     shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
     # Put the bytes of all rows, the training FLOPs per token and the parameters into
-    # the # shape, so that the table shows them next to the time.
+    # the shape, so that the table shows them next to the time.
     flops = round(config.mixing_flops(0, T))
     shape |= {"bytes": B * (held.keys_values + held.states), "flops": flops}
     shape |= {"parameters": sum(leaf.size for leaf in jax.tree.leaves(layer))}

@@ -85,7 +85,7 @@ class AnswersDataset(RowsOfText):
         digest.update(json.dumps([self.cut, self._packed]).encode())
         for example in self.examples:
             # Hash the sizes too: otherwise moving a token from a prompt to its answer
-            # would # not change the fingerprint.
+            # would not change the fingerprint.
             sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
             parts = [sizes, example.prompt, example.answer]
             parts += [] if example.scored is None else [example.scored]
@@ -313,7 +313,7 @@ def _prompt(
         return [], template.parts(said, tokenizer)
     text = plain(line.prompt) if line.prompt[0][0] else line.prompt[0][1]
     # Encode the text apart from the tokens, as for a prompt: after a special token some
-    # # tokenizers drop the space that a text begins with.
+    # tokenizers drop the space that a text begins with.
     return [] if tokenizer.bos is None else [tokenizer.bos], [text]
 
 

@@ -78,7 +78,7 @@ def generated_chains(evaluator: Evaluator, data: TaskData) -> list[float]:
         row = row_of(task, seed=data.seed, split="validation", number=number)
         text = row.ids[: task.length_of(task.pairs)].astype(np.uint8).tobytes().decode()
         # A target is one position earlier than its byte, so the answer begins after the
-        # # first position with a target.
+        # first position with a target.
         first = int(np.argmax(row.targets != IGNORED)) + 1
         problems.append((text[:first], text[first:]))
     # Other tokens than the right ones may be more for the same text: twice as many fit.

@@ -86,7 +86,7 @@ def open_store(url: str, *, write: bool = False) -> "Store":
     import fsspec
 
     # They also print tracebacks of errors that they raise, which we report in a
-    # sentence. # A user who enabled their messages keeps them.
+    # sentence. A user who enabled their messages keeps them.
     for name in ("gcsfs", "google.auth"):
         if logging.getLogger(name).level == logging.NOTSET:
             logging.getLogger(name).setLevel(logging.CRITICAL)

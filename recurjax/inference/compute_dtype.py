@@ -77,7 +77,7 @@ def layout_of(name: str, axes: int) -> Layout | None:
     """
     rule = rule_of(name)
     by_head = rule.role == "matrix" and rule.inputs == 1 and len(rule.outputs) == 2
-    # RAT combines keys, values and gates per channel: XLA would transpose their #
+    # RAT combines keys, values and gates per channel: XLA would transpose their
     # projections back.
     if not by_head or ".mixer." in name or not target.tiles_memory():
         return None

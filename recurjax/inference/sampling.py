@@ -168,7 +168,7 @@ def filter_logits(
     (top-p), Nguyen et al. 2024 (min-p).
     """
     # A row without a filter keeps all of its logits in either branch, so other rows do
-    # # not affect it.
+    # not affect it.
     logits = jax.lax.cond(
         jnp.any(rows.top_k < logits.shape[-1]),
         lambda z: _within(z, jnp.ones(z.shape, jnp.int32), rows.top_k),

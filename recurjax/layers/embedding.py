@@ -52,7 +52,7 @@ def _look_up_share(share: Array, ids: Array, dtype) -> Array:
         share = share.reshape(share.shape[0], -1)
         share = _exchange(share, split_axis=1, concat_axis=0)
     # Ids are small: each device gathers those of its group, reads its columns for all
-    # of # their rows, and exchanges columns for rows.
+    # of their rows, and exchanges columns for rows.
     of_group = jax.lax.all_gather(ids, _SHARED, axis=0, tiled=True)
     return _exchange(share[of_group].astype(dtype), split_axis=0, concat_axis=2)
 

@@ -112,7 +112,7 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         total = total * jnp.exp(largest - peak)
         total += jnp.exp(logits - peak[..., None]).sum(-1)
         # Only one piece contains the target; the others look up a wrong column, whose
-        # value # is dropped.
+        # value is dropped.
         here = labels % chunks == number
         target = jnp.take_along_axis(logits, (labels // chunks)[..., None], axis=-1)
         chosen = jnp.where(here, target[..., 0], chosen)

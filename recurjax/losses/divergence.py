@@ -173,7 +173,7 @@ def _streamed(
     """Sums over the vocabulary, the logits of one piece at a time."""
     dtype = jnp.promote_types(views[0].x.dtype, jnp.float32)
     # One running sum for each view and each requested temperature, shared by all pairs
-    # # that read it.
+    # that read it.
     scales = {(i, 1.0) for i in range(predictions)}
     for pair in pairs:
         scales |= {(pair.near, pair.temperature), (pair.far, pair.temperature)}

@@ -210,7 +210,7 @@ def _stored(
     readers = sorted(Path(__file__).parent.glob("*.py"))
     key = hashlib.sha256(lowered.as_text().encode())
     # The code that reads the compiler's answer is part of the key, so that a fixed
-    # reader # does not return old results.
+    # reader does not return old results.
     for reader in readers:
         key.update(reader.read_bytes())
     around = [topology.name, request["program"], mesh.axis_sizes, versions()]

@@ -207,7 +207,7 @@ class _Loop:
         seconds = time.monotonic() - began - compiled - paused
         self.stop_trace()
         # After an interrupted evaluation save the run as unfinished, so that it
-        # evaluates # first when it is resumed.
+        # evaluates first when it is resumed.
         finished = step == training.steps and not self.cut_short
         if not finished:
             self._save(state, step)
@@ -282,7 +282,7 @@ class _Loop:
     def _give_up(self, step: int, skipped: int, metrics: dict[str, float]) -> None:
         self.session.wait()
         # The update before the first bad step may have caused it, so only a checkpoint
-        # whose # next step counted is good.
+        # whose next step counted is good.
         first = step - skipped + 1
         good = [at for at in self.session.checkpoints() if at < first - 1]
         where = (

@@ -105,7 +105,7 @@ def train_step(
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, trained)
     # Check both: a finite gradient can still give an update that is not finite, such as
-    # # after an overflow of the second moment.
+    # after an overflow of the second moment.
     update_norm = optax.tree.norm(updates)
     finite = jnp.isfinite(norm) & jnp.isfinite(update_norm)
     changed = False
@@ -113,7 +113,7 @@ def train_step(
         changed |= state.step == step
     good, seen = judge(state.spikes, metrics["loss"], finite, spikes, new_data=changed)
     model = whole_model(optax.apply_updates(trained, updates), state.model)
-    # Select between the old and the new state on the device: a skipped step costs the #
+    # Select between the old and the new state on the device: a skipped step costs the
     # same as any other, and no value has to reach the host.
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     if spikes.enabled:
@@ -166,7 +166,7 @@ def _gradient(
     whole = jnp.maximum(count(batch), 1)  # A batch without targets has gradient 0.
 
     # Weight a part's mean by its share of the targets: the sum is the mean over the
-    # full # batch, not the mean of the parts' means.
+    # full batch, not the mean of the parts' means.
     def shared(part: Batch) -> Any:
         shares = count(part) / whole
         if counts is not None:

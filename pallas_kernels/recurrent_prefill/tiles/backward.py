@@ -154,7 +154,7 @@ def recompute(
 ) -> Known:
     """Works out a layer's inner values from its input, output and attended values."""
     # The forward pass kept a layer's output and what it attended; everything between
-    # follows from them and the input, for a full tile in a few large # products.
+    # follows from them and the input, for a full tile in a few large products.
     y = x + spec.residual_scale * linear(attended, w.w_out, w.b_out)
     normed = pre_norm(y, w.mlp_norm, spec)
     pre = linear(normed, w.w_in, w.b_in)

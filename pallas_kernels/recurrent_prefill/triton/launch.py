@@ -87,7 +87,7 @@ def choose_tiles(
     spills = direction == "forward" and rows == 64 and itemsize == 4
     columns = given.get("columns", 64 if spills else 128)
     # Products of float32 keep their operands in registers: with 64 rows they spill at a
-    # # depth of 64, with 128 at 32.
+    # depth of 64, with 128 at 32.
     depth = 64 if itemsize < 4 else max(_LEAST, min(32, 2048 // rows))
     stages = 3
     if direction == "forward" and itemsize < 4 and rows <= 64:

@@ -65,7 +65,7 @@ def forward(
     goes_on = count > 0
     slot = jnp.where(goes_on, _pending_slot(cache), cache.slots)
     batch = jnp.arange(x.shape[0])
-    # XLA turns one row's scatter into slices and a select between two full caches; a #
+    # XLA turns one row's scatter into slices and a select between two full caches; a
     # second row, which is dropped, keeps it a scatter.
     alone = x.shape[0] == 1
     if alone:

@@ -119,7 +119,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None,
     ) -> list[str | int]:
         # Hide the names in the messages while the template writes its own, because only
-        # # those become tokens; then restore the hidden names as text.
+        # those become tokens; then restore the hidden names as text.
         marks = _marks(guarded, [messages, variables])
         values = self._values(messages, marks, answer=answer, variables=variables)
         [rendered] = _PROCESS.render(self.source, [values], marks=marks)

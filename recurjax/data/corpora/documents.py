@@ -194,7 +194,7 @@ def _per_file(
 def _text_documents(file: CorpusFile, corpus: TextFiles) -> Iterator[tuple[str, int]]:
     with _opened(file) as (stream, _):
         data = stream.read()
-    # Text files are decoded in one piece, because a separator may be anywhere; JSON #
+    # Text files are decoded in one piece, because a separator may be anywhere; JSON
     # lines are read one by one.
     try:
         text = data.decode("utf-8")

@@ -122,7 +122,7 @@ class PreparedStream:
                 break  # each is checked when it is fetched
             if not path.is_file():
                 # Opening compares sizes; each read checks its records, and
-                # `verify_checksums` # checks entire files.
+                # `verify_checksums` checks entire files.
                 raise UserError(f"shard {path} is missing: prepare the data again")
             if path.stat().st_size != shard.size:
                 raise UserError(
@@ -174,8 +174,8 @@ class PreparedStream:
     def _records(self, wanted: list[int]) -> Sequence[bytes]:
         try:
             # Read one by one: ArrayRecord starts new threads for each call with several
-            # records, # which costs more than the reads (16 records: 2.6 ms of CPU time
-            # instead of 0.4 ms). # Other threads already read batches ahead.
+            # records, which costs more than the reads (16 records: 2.6 ms of CPU time
+            # instead of 0.4 ms). Other threads already read batches ahead.
             return [self._source[record] for record in wanted]
         except RuntimeError as error:
             shard = self._damaged_shard(wanted)

@@ -88,11 +88,11 @@ class Partial:
         """Notes how far the preparation is; its shards are closed files."""
         known = len(self.state.shards)
         # Everything that the progress file names is on disk before the file itself, so
-        # that # a power cut leaves a valid file, old or new.
+        # that a power cut leaves a valid file, old or new.
         for shard in state.shards[known:]:
             force_to_disk(self.folder / shard.file)
         # Only the documents since the last progress file: rewriting all of them for
-        # each # shard would make the cost quadratic in the number of shards.
+        # each shard would make the cost quadratic in the number of shards.
         news = slice(self.state.documents, state.documents)
         piece = np.array([state.starts[news], state.document_bytes[news]], np.int64)
         with open(self.folder / _documents(self._pieces), "wb") as file:

@@ -143,7 +143,7 @@ def prepare(
         # First, because processes that tokenize load it from there.
         tokenizer.save(folder / TOKENIZER)
         # Read the finished documents again and skip them, which is cheap compared with
-        # # tokenizing.
+        # tokenizing.
         left = islice(reading.documents, state.documents, None)
         written = _write_tokens(
             partial,

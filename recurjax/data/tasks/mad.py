@@ -183,8 +183,8 @@ class FuzzyRecall(_Mad):
         probe, answer = key(), value()
         size = len(probe) + len(answer)
         # MAD's position. Where that is after the last pair, MAD leaves the probe out
-        # and # asks for a value that the row does not contain; here the probe then
-        # comes last.
+        # and asks for a value that the row does not contain; here the probe then comes
+        # last.
         last_turn = self.length - size - 2 * largest
         probe_at = min(int(rng.integers(self.length - 2 * size)), last_turn)
         values: dict[tuple[int, ...], tuple[int, ...]] = {}

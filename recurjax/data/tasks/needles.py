@@ -71,7 +71,7 @@ class Needles:
         values = self.keys + rng.integers(self.values, size=N)
         ids = self.keys + self.values + rng.integers(self.hay, size=self.length)
         # Draw positions in a body whose pairs are shrunk to one token, then shift
-        # needle n # right by n: no two overlap, and all depths are equally likely.
+        # needle n right by n: no two overlap, and all depths are equally likely.
         at = np.sort(rng.choice(body - N, N, replace=False)) + np.arange(N)
         ids[at], ids[at + 1] = keys, values
         order = rng.permutation(N)

@@ -102,7 +102,7 @@ class ByteStream:
     def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
         self.push(ids)
         # Pending bytes become one character, complete or U+FFFD; the bytes of a
-        # surrogate, # which is never valid in UTF-8, become one U+FFFD each.
+        # surrogate, which is never valid in UTF-8, become one U+FFFD each.
         waiting, _ = self._decoder.getstate()
         self._skipped = len(waiting.decode(errors="replace"))
 

@@ -55,7 +55,7 @@ def train_nanochat_bpe(
         # here.
         vocab_size=config.vocabulary - len(SPECIAL_TOKENS),
         # Token numbers break ties between counts. Number bytes by value here; the
-        # library # would number an alphabet by its characters.
+        # library would number an alphabet by its characters.
         special_tokens=list(byte_characters()),
         show_progress=False,
     )

@@ -60,7 +60,7 @@ class EngineConfig:
     def __post_init__(self):
         check_ranges(self)
         # Sweeps only approximate the exact state: a text that continues from one would
-        # differ # from the same text alone.
+        # differ from the same text alone.
         if self.states_gib and self.prefill != "exact":
             raise UserError(
                 f"states can be kept only with prefill exact, got prefill "

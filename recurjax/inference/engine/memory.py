@@ -51,7 +51,7 @@ def slots_that_fit(
     if mesh is not None and config.slots != "auto":
         free *= mesh.size
     # On top of the slots: kept states, the row into which a prompt is read, and weights
-    # # that the steps need in another layout.
+    # that the steps need in another layout.
     prompt = jax.eval_shape(
         lambda: model.init_cache(1, config.length, cache_dtype(model))
     )

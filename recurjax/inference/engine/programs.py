@@ -85,7 +85,7 @@ class Programs:
         # chooses.
         self._row_layout: Any = None
         self._slots_layout: Any = None
-        # A model on several devices without a named mesh: jit takes arrays with their #
+        # A model on several devices without a named mesh: jit takes arrays with their
         # shardings, and compiles again for other shardings.
         where = getattr(jax.tree.leaves(model)[0], "sharding", None)
         devices = 1 if where is None else len(where.device_set)

@@ -253,7 +253,7 @@ class _Units:
             few_cores=target.computes_on_few_cores(),
         )
         # There are no tokens before the first and after the last one, but a block at
-        # either # end reads as many keys as any other.
+        # either end reads as many keys as any other.
         room = ((0, 0), (self.cut.before, self.cut.after))
         self.keys = {
             name: jnp.pad(x.swapaxes(1, 2).reshape(-1, T, E), (*room, (0, 0)))

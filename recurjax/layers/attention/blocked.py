@@ -136,7 +136,7 @@ def attend_in_window(
     def with_past(x: Array, earlier: Array) -> Array:
         """Gives each block the tokens that it may see: `before` blocks and its own."""
         # Full blocks of past, however little there is: pad with zeros, which their
-        # positions # hide below.
+        # positions hide below.
         room = before * size
         earlier = earlier[:, max(earlier.shape[1] - room, 0) :]
         missing = ((0, 0), (room - earlier.shape[1], 0), *[(0, 0)] * (x.ndim - 2))

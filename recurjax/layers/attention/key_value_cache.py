@@ -370,7 +370,7 @@ def _attend_to_seen(
     positions = before.position[:, None] + jnp.arange(T)
     if decodes_on_gpu(q):
         # By default XLA converts the caches of all layers to the products' preferred
-        # layout # and back at every token, which moves four times their bytes.
+        # layout and back at every token, which moves four times their bytes.
         keys, values = (as_it_lies(x, rows=0, columns=(2,)) for x in seen[:2])
         seen = seen._replace(keys=keys, values=values)
     # Once for all blocks of queries.
@@ -435,7 +435,7 @@ def _is_prefetched(cache: KeyValueCache) -> bool:
     if L > 1 or not target.prefetches_to_vmem():
         return False
     # A copy with the new token has to fit on the chip with everything else: otherwise
-    # it # is written to memory, which costs more than it saves.
+    # it is written to memory, which costs more than it saves.
     return cache.keys.nbytes <= target.vmem_bytes() * 2 // 3
 
 

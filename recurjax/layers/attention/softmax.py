@@ -177,7 +177,7 @@ def _plain_attention(q, k, v, scale, mask, bias, soft_cap, product, mixtures):
         logits = logits + bias
     if mask is not None:
         # Finite: a query that sees no key gets a mean of all values. NaN would make the
-        # # gradient of the entire batch NaN, even if the query does not count.
+        # gradient of the entire batch NaN, even if the query does not count.
         logits = jnp.where(mask, logits, 0.7 * jnp.finfo(dtype).min)
     return mixtures(reductions.softmax(logits).astype(v.dtype), v)
 

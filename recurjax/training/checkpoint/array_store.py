@@ -129,7 +129,7 @@ class ArrayStore:
             arrays = named(self._handler.restore(epath.Path(folder), args=args))
         for name, leaf in item.items():
             # Partial restoring is silent about missing names: orbax returns the
-            # requested # abstract array for them.
+            # requested abstract array for them.
             if not isinstance(arrays[name], jax.Array):
                 raise ValueError(f"{name} is missing")
             if (arrays[name].shape, arrays[name].dtype) != (leaf.shape, leaf.dtype):

@@ -164,7 +164,7 @@ class Checkpoints:
             raise self._not_written(step, error) from error
         self._writing = step
         # A follower that uploads steps waits for them in the background while training
-        # # continues.
+        # continues.
         if self._after_write is not None:
             self._follower = threading.Thread(target=self._follow, daemon=True)
             self._follower.start()

@@ -201,7 +201,7 @@ class Chunked(RangeChecks):
             positions = slice(start, min(start + self.chunk, T), 1)
             n = positions.stop - start
             # One memory for the entire chunk: the one that enters its first token, so
-            # that the # chunk's tokens need not wait for each other.
+            # that the chunk's tokens need not wait for each other.
             memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
             memory = jnp.repeat(memory, n, axis=1)
             if age is not None:  # zero from a reset token inside the chunk on

@@ -137,7 +137,7 @@ def entering(
         if before is None
         else before[:, ::-1].astype(states.dtype)
     )
-    # One sequence of states with `depth` earlier ones in front: lag n of token t is n #
+    # One sequence of states with `depth` earlier ones in front: lag n of token t is n
     # entries before it, also across the beginning.
     line = jnp.concatenate([early, states], axis=1)
     parts = []

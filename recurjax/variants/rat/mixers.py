@@ -228,7 +228,7 @@ class RatMixer(nnx.Module):
         if shards > 1:
             sequence_parallel.check(self.config, T)
         # Pad to complete chunks; no token sees the padding, and it is cut off again.
-        # The last # document continues into it, so that the padding has no document
+        # The last document continues into it, so that the padding has no document
         # start.
         padding = ((0, 0), (0, -T % C))
         documents = tokens.segments
@@ -308,7 +308,7 @@ class RatMixer(nnx.Module):
                 f"chunks of {C}"
             )
         # Rows may be anywhere in their chunks: shift them so that the chunks of all
-        # rows begin # together and one chunked scan serves them.
+        # rows begin together and one chunked scan serves them.
         rows = align(cache.position, T, tokens.lengths, C)
         x = rows.lay(x)
         q, k, v, gate = self._project(x)
@@ -568,7 +568,7 @@ class ReversedRatMixer(nnx.Module):
         before = read_layer(cache.state, cache.layer)
         y, ends = recur_across_chunks(gate, a, before, size=rows.size)
         # Keep the state after the last complete chunk: a row that completes none keeps
-        # its # old state.
+        # its old state.
         whole = rows.ended.sum(axis=1)
         last = jnp.take_along_axis(
             ends, jnp.maximum(whole - 1, 0)[:, None, None], axis=1

@@ -136,7 +136,7 @@ def recur_across_chunks(
       v~ and its values at the chunks' ends, in at least float32.
     """
     B, P, I = gate.shape
-    # Only chunk ends recur: a scan over T / C of them, which resets where the ends' #
+    # Only chunk ends recur: a scan over T / C of them, which resets where the ends'
     # documents differ.
     end_documents = None if documents is None else documents[:, size - 1 :: size]
     ends, _ = gated_scan(

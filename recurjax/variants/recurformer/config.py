@@ -124,7 +124,7 @@ class RecurFormerConfig(StackFacts):
         base, heads = self.transformer, self.heads(layer)
         a, R, K = base.attention, len(heads.remaining), len(heads.key_heads)
         # Queries of the remaining heads, the keys that they read, all values, the full
-        # output # matrix.
+        # output matrix.
         projections = self.width * a.head_width * (R + K + a.key_heads + a.heads)
         window = base.kind_of(layer).window
         seen = length if window is None else min(window + 1, length)

@@ -152,7 +152,7 @@ def _simulate_layer(w: LayerWeights, carry: int) -> LayerWeights:
         return jnp.concatenate([*parts, scratched])
 
     # The MLP writes MLP(x + a) and cancels old values: x + a - live into live, -a into
-    # # scratch.
+    # scratch.
     for_live, for_scratch = stacked(eye, -eye, eye), stacked(zero, zero, -eye)
     # The Transformer's own MLP reads x + a: carry plus scratch.
     none = jnp.zeros_like(w.w_up)

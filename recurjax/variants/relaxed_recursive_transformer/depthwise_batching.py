@@ -307,13 +307,12 @@ def _read(
     folded = T > 1 and N > 1
     if folded:
         # Lane l is at loop l and reads part l: lanes are rows of a larger batch, which
-        # needs no # copies.
+        # needs no copies.
         q = q.reshape(B * T, 1, *q.shape[2:])
         position = position.reshape(B * T, 1)
         keys, values = (x.reshape(B * T, 1, *x.shape[2:]) for x in (keys, values))
     # With several lanes on one part, the newest token determines the slots' positions.
-    # # All lanes see the same positions, because rings are longer by the number of
-    # lanes.
+    # All lanes see the same positions, because rings are longer by the number of lanes.
     newest = position[:, 0]
     if T > 1 and not folded:
         newest = jnp.max(jnp.where(lanes.live, position, 0), axis=1)
