@@ -53,7 +53,7 @@ class Options:
 
 
 def parts_of(text: str, part: int) -> list[str]:
-    """Cuts a text at line ends into parts of about `size` bytes."""
+    """Cuts a text at line ends into parts of about `part` bytes."""
     parts, lines, size = [], [], 0
     for line in text.splitlines(keepends=True):
         lines.append(line)

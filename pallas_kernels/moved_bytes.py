@@ -13,7 +13,7 @@ _TOLD = re.compile(r"\bmoves_(\d+)_bytes\b")
 
 
 def moving(count: int) -> AbstractContextManager:
-    """Marks the launch inside as one that moves `bytes` bytes."""
+    """Marks the launch inside as one that moves `count` bytes."""
     return jax.named_scope(f"moves_{count}_bytes")
 
 

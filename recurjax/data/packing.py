@@ -114,7 +114,7 @@ class _Unchanging(dict[str, Any]):
 def without_middle(
     ids: Int32[np.ndarray, " T"], most: int, *, first: int | None = None
 ) -> Int32[np.ndarray, " _"]:
-    """Returns at most `length` tokens: the first ones and the last ones.
+    """Returns at most `most` tokens: the first ones and the last ones.
 
     Source: LongBench's truncation of prompts, which RAT takes over.
 

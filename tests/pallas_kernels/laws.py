@@ -88,7 +88,7 @@ class OpLaws:
     cuts: tuple[int, ...] = (6,)
 
     def call(self, length: int, *, dtype: str = "float32", **switches: Any) -> Call:
-        """Returns a call of `T` positions and at least two rows."""
+        """Returns a call of `length` positions and at least two rows."""
         raise NotImplementedError
 
     def meant(self, call: Call, outputs: Any) -> Any:

@@ -189,7 +189,7 @@ def test_what_cannot_be_measured_or_chosen_is_refused():
 
 def test_reading_stops_once_the_choice_of_heads_has_settled():
     def after(texts, *recent):
-        """The measurement after `count` texts: layer 0's two heads are as recent."""
+        """The measurement after `texts` texts: layer 0's two heads are as recent."""
         count, zeros = np.array([recent]), np.zeros((1, 2))
         return HeadRecency(zeros, count, zeros, np.zeros((1, 2, 2, 2)), texts, 2)
 

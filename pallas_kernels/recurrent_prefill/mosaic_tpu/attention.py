@@ -227,7 +227,7 @@ class SegmentScratch(NamedTuple):
 
     @classmethod
     def of(cls, chunk: int) -> "SegmentScratch":
-        """Returns the scratch for chunks of `positions` positions."""
+        """Returns the scratch for chunks of `chunk` positions."""
         return cls(
             chunks=pltpu.VMEM((BUFFERS, PAIR, 1, chunk), jnp.int32),
             queries=pltpu.VMEM((2, PAIR, 1, chunk), jnp.int32),

@@ -119,7 +119,7 @@ def _free_bytes_here() -> int:
 
 
 class StateSize(NamedTuple):
-    """Bytes for one text of `length` tokens.
+    """Bytes for one text of `tokens` tokens.
 
     Attributes:
       state: the model's own cache.

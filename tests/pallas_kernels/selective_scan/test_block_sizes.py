@@ -27,7 +27,7 @@ SIZES = {
 
 
 def refusal(backend, target=GPU, *, of: int = 384, **sizes: int) -> str | None:
-    """Returns a backend's reason against a call of `channels` channels."""
+    """Returns a backend's reason against a call of `of` channels."""
     call = op_call(LAWS.call(3, channels=of), blocks=BlockSizes(**sizes))
     ask = backend.supported if backend is xla else backend.expressible
     with as_if(target):
