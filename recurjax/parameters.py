@@ -6,6 +6,7 @@ what they do with each.
 """
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -148,7 +149,26 @@ Axes are one layer's: those of stacked layers come before them."""
 @cache
 def find_rule(name: str) -> Rule | None:
     """Returns the rule of a parameter, also inside an optimizer's state, or None."""
+    weight, _, part = name.rpartition(".")
+    if part in _PARTS:
+        rule = find_rule(weight)
+        return None if rule is None else _PARTS[part](rule)
     return next((rule for rule in RULES if re.search(rule.pattern, name)), None)
+
+
+def _of_adapter(axes: str, spec: P, rule: Rule) -> Rule:
+    return rule._replace(axes=axes, spec=spec, group="matrix")
+
+
+_PARTS: dict[str, Callable[[Rule], Rule]] = {
+    "base": lambda rule: rule,
+    "lora_a": lambda rule: _of_adapter("N -> rank", P(rule.spec[0], None), rule),
+    "lora_b": lambda rule: _of_adapter(
+        "rank -> M", P(None, rule.spec[rule.inputs]), rule
+    ),
+}
+"""Parts of a weight that is more than an array (`recurjax.layers.linear`); those of an
+adapter have flat inputs and outputs, cut as the first of the weight's own."""
 
 
 def rule_of(name: str) -> Rule:
@@ -248,8 +268,6 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
 
 def _names(path: tuple[Any, ...]) -> list[str]:
     """Names of a key path; a Param's own `value` step is left out."""
-    keys = list(path)
-    attribute = jax.tree_util.GetAttrKey
-    if len(keys) > 1 and isinstance(keys[-1], attribute) and keys[-1].name == "value":
-        keys.pop()
+    inside = jax.tree_util.GetAttrKey("value")
+    keys = [key for at, key in enumerate(path) if at == 0 or key != inside]
     return [jax.tree_util.keystr((key,), simple=True) for key in keys]

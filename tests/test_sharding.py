@@ -25,7 +25,7 @@ from recurjax.sharding import (
     shardings,
 )
 from recurjax.training.optimizers import AdamW, build_optimizer
-from recurjax.training.step import new_state
+from recurjax.training.step import first_state
 from recurjax.variants.transformer import TransformerConfig
 from tests.training.tiny_experiment import config
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES as LATENT
@@ -131,7 +131,7 @@ def test_the_moments_lie_like_their_parameters_and_counters_everywhere():
     )
     spikes = config().training.spikes
     state = jax.eval_shape(
-        lambda key: new_state(key, EVERYTHING, optimizer, spikes), jax.random.key(0)
+        lambda: first_state(Decoder(EVERYTHING, rngs=nnx.Rngs(0)), optimizer, spikes)
     )
     result = specs(state, mesh)
     for parameter, spec in specs(abstract(EVERYTHING), mesh).items():

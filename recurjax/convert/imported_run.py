@@ -14,7 +14,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import new_folder
 from recurjax.files.json_files import json_text
-from recurjax.model import Decoder, ModelConfig
+from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.config import TrainingConfig
@@ -54,23 +54,25 @@ def new_experiment(out: Path, config: ModelConfig, *, length: int) -> Experiment
 
 def write_run(
     out: Path,
-    model: Decoder,
+    model: Any,
     experiment: Experiment,
     tokenizer: Tokenizer,
     *,
     step: int = 0,
     parity: dict[str, Any] | None = None,
+    base: dict[str, Any] | None = None,
     extra: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes a run directory whose one checkpoint holds the parameters and no more.
 
     Args:
       out: where; it appears complete or not at all.
-      model: the parameters.
+      model: the parameters; of adapters what is trained of the model.
       experiment: becomes config.json.
       tokenizer: becomes tokenizer/.
       step: of the checkpoint.
       parity: becomes parity.json.
+      base: of adapters, see `Manifest`.
       extra: writes further files into the folder that it is given.
 
     Raises:
@@ -89,7 +91,7 @@ def write_run(
         try:
             # The model alone: a run that starts from it makes its own optimizer state.
             tree = {"model": to_nested_dict(model)}
-            checkpoints.save(step, tree, data_state={})
+            checkpoints.save(step, tree, data_state={}, base=base)
         finally:
             checkpoints.close()
         if parity is not None:

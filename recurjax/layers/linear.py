@@ -1,6 +1,8 @@
-"""The linear map of the last axis."""
+"""The linear map of the last axis, and weights that are more than an array."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +26,79 @@ class LowRank(NamedTuple):
       reduce: A.
       expand: B; its M outputs are flat, whatever axes W's own outputs have.
       active: columns of x A that count, the others are zero; None: all.
+      scale: multiplies x A.
     """
 
     reduce: Float[Array, "N R"]
     expand: Float[Array, "R M"]
     active: Bool[Array, "B T R"] | None = None
+    scale: float = 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedWeight:
+    """A weight W with a low-rank adapter: x W becomes x W + s (x A) B.
+
+    It takes the place of W's array in a Param, so that no module knows of it: `linear`
+    and the projections on it read its parts, which are parameters of their own under
+    the weight's name. Stacked layers lead the axes of every part. Source: Hu et al.
+    2021, section 4.1.
+
+    Attributes:
+      base: W, whose axes A and B flatten to inputs N and outputs M.
+      lora_a: A, [N, R].
+      lora_b: B, [R, M].
+      scale: s.
+    """
+
+    # Trees of parameters hold other things than arrays: shardings, names, masks.
+    base: Any
+    lora_a: Any
+    lora_b: Any
+    scale: float = field(default=1.0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of W."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of W."""
+        return self.base.dtype
+
+    def __getitem__(self, index: Any) -> "AdaptedWeight":
+        assert index is ..., "a Param's value is read by [...]"
+        return self
+
+    def reshape(self, *shape: int) -> "AdaptedWeight":
+        """Flattens the axes of W; those of A and B are flat."""
+        return replace(self, base=self.base.reshape(*shape))
+
+    def addition(self) -> LowRank:
+        """Returns what it adds to x W."""
+        return LowRank(self.lora_a, self.lora_b, scale=self.scale)
+
+
+Weight = Array | nnx.Param | AdaptedWeight
+"""What a linear map multiplies by."""
+
+
+def plain(weight: Weight) -> Array:
+    """Returns a weight as one array: W, or W + s A B in at least float32."""
+    weight = weight[...]
+    if not isinstance(weight, AdaptedWeight):
+        return weight
+    dtype = jnp.promote_types(weight.dtype, jnp.float32)
+    a, b = weight.lora_a.astype(dtype), weight.lora_b.astype(dtype)
+    added = weight.scale * jnp.matmul(a, b, precision="highest")
+    return weight.base.astype(dtype) + added.reshape(weight.shape)
 
 
 def linear(
     x: Float[Array, "... N"],
-    weight: Array | nnx.Param,
+    weight: Weight,
     bias: Array | nnx.Param | None = None,
     addition: LowRank | None = None,
 ) -> Float[Array, "... M"]:
@@ -45,24 +110,38 @@ def linear(
     Args:
       addition: added to the product before the bias, if given.
     """
+    matrix, additions = base_and_additions(weight, addition)
     x_added = x
-    if addition is not None:
+    if additions:
         x, x_added = apart(x, 2)
-    return with_additions(_product(x, weight[...]), x_added, bias, addition)
+    return with_additions(_product(x, matrix), x_added, bias, additions)
+
+
+def base_and_additions(
+    weight: Weight, addition: LowRank | None
+) -> tuple[Array, tuple[LowRank, ...]]:
+    """Returns W and what is added to x W: the caller's addition, an adapter's."""
+    value = weight[...]
+    additions = () if addition is None else (addition,)
+    if isinstance(value, AdaptedWeight):
+        return value.base, (*additions, value.addition())
+    return value, additions
 
 
 def with_additions(
     y: Float[Array, "... M"],
     x: Float[Array, "... N"],
     bias: Array | nnx.Param | None,
-    addition: LowRank | None,
+    additions: Sequence[LowRank],
 ) -> Float[Array, "... M"]:
     """Adds to y = x W what `linear` adds to it."""
-    if addition is not None:
+    for addition in additions:
         # (x A) B in this order: two thin products of rank R.
         reduced = _product(x, addition.reduce)
         if addition.active is not None:
             reduced = jnp.where(addition.active, reduced, 0)
+        if addition.scale != 1.0:
+            reduced = reduced * addition.scale
         y = y + _product(reduced, addition.expand)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
 

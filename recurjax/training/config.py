@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from recurjax.adapters import ADAPTER_PARAMETERS, parse_adapters
 from recurjax.errors import UserError
 from recurjax.ranges import (
     LARGEST_BATCH,
@@ -35,6 +36,12 @@ class TrainingConfig:
       train_only: a regular expression: only parameters with a match in their names are
         trained, such as mamba for a RecurFormer's new ones. The others stay as they
         are, to the bit: they neither decay nor have an optimizer's state. None: all.
+      adapters: trains low-rank adapters of the model of start_from, which stays as it
+        is: lora:RANK[:ALPHA][:NAMES], such as lora:16 or lora:16:32:q,v (matrices
+        without w_; else attention's, the MLP's and Mamba's projections); rslora:... for
+        a scale of ALPHA / sqrt(RANK) instead of ALPHA / RANK; ALPHA is RANK if not
+        given. Parameters that train_only matches are trained too. Checkpoints hold what
+        is trained, and which model start_from was. None: no adapters.
       log_every: steps between rows of metrics.jsonl.
       checkpoint_every: steps between checkpoints; one more is made at the end.
       keep_checkpoints: how many of the newest stay, in addition to the best.
@@ -56,6 +63,7 @@ class TrainingConfig:
     seed: Seed = 0
     start_from: str | None = None
     train_only: str | None = None
+    adapters: str | None = None
     log_every: PositiveInt = 10
     checkpoint_every: PositiveInt = 1000
     keep_checkpoints: PositiveInt = 3
@@ -89,12 +97,26 @@ class TrainingConfig:
                     f"training.train_only must be a regular expression: {error} in "
                     f"{self.train_only!r}"
                 ) from error
+        if self.adapters is not None:
+            parse_adapters(self.adapters)
+            if self.start_from is None:
+                raise UserError(
+                    "training.adapters needs the model that they adapt: name its run "
+                    "with --training.start-from"
+                )
         # The trace ends after `last`, so both ends are in it.
         if self.profile is not None and self.profile[0] > self.profile[1]:
             raise ValueError(
                 "training.profile must be (first, last) with first <= last, got "
                 f"{self.profile}"
             )
+
+    @property
+    def trained(self) -> str | None:
+        """A pattern of the names of what is trained; None: everything."""
+        if self.adapters is None or self.train_only is None:
+            return self.train_only if self.adapters is None else ADAPTER_PARAMETERS
+        return f"{ADAPTER_PARAMETERS}|{self.train_only}"
 
     @property
     def tokens_per_step(self) -> int:

@@ -6,7 +6,6 @@ exactly what is trained, and rejects a mesh with the same error as training.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -15,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from recurjax.adapters import parse_adapters, with_adapters
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
@@ -31,7 +31,6 @@ from recurjax.training.step import (
     TrainState,
     check_trained_part,
     first_state,
-    new_state,
     train_step,
 )
 from recurjax.types import Array, Batch, Scalar
@@ -139,10 +138,14 @@ def build_step(
         size=RunSize(stack.width, stack.layers, training.tokens_per_step),
     )
 
+    def begin(model: Decoder) -> TrainState:
+        if training.adapters is not None:
+            adapters, key = parse_adapters(training.adapters), training.seed
+            model = with_adapters(model, adapters, jax.random.key(key))
+        return first_state(model, optimizer, training.spikes, training.trained)
+
     def new(key: Array) -> TrainState:
-        return new_state(
-            key, experiment.model, optimizer, training.spikes, training.train_only
-        )
+        return begin(Decoder(experiment.model, rngs=nnx.Rngs(key)))
 
     # Shapes suffice for the checks, so the model is not built.
     state = jax.eval_shape(new, jax.random.key(0))
@@ -150,12 +153,14 @@ def build_step(
     refused = state.model.stack.refuses(mesh, training.length)
     if refused is not None:
         raise UserError(refused)
-    if experiment.model.weight_dtype != "float32":
+    adapters_only = training.adapters is not None and training.train_only is None
+    if experiment.model.weight_dtype != "float32" and not adapters_only:
         raise UserError(
             f"model.weight_dtype {experiment.model.weight_dtype} cannot be trained: "
-            "updates are too small for it; set float32 (start_from reads any run)"
+            "updates are too small for it; set float32 (start_from reads any run), or "
+            "train adapters alone"
         )
-    check_trained_part(state.model, training.train_only)
+    check_trained_part(state.model, training.trained)
     part = "training.batch / training.accumulation"
     check_batch(training.batch // training.accumulation, mesh, name=part)
     check_batch(experiment.evaluation_batch, mesh, name="evaluation.batch")
@@ -171,7 +176,7 @@ def build_step(
             optimizer=optimizer,
             spikes=training.spikes,
             accumulation=training.accumulation,
-            train_only=training.train_only,
+            train_only=training.trained,
             data_changes=data_changes,
         )
         # What the next update will use is the rate after this many updates that
@@ -180,12 +185,6 @@ def build_step(
         return state, metrics | {"learning_rate": now}
 
     places, teacher = shardings(state, mesh), experiment.objective.frozen
-    begin = partial(
-        first_state,
-        optimizer=optimizer,
-        spikes=training.spikes,
-        train_only=training.train_only,
-    )
     return Step(
         mesh=mesh,
         state=placed_shapes(state, mesh),

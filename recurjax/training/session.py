@@ -35,6 +35,7 @@ from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint import Checkpoints, named, nested
 from recurjax.training.program import Metrics, build_step
 from recurjax.training.run import (
+    Base,
     Mirror,
     RunDirectory,
     check_frozen,
@@ -43,7 +44,7 @@ from recurjax.training.run import (
     load_frozen,
     load_start,
 )
-from recurjax.training.step import TrainState
+from recurjax.training.step import TrainState, trained_part, whole_model
 from recurjax.types import IGNORED, Batch
 
 
@@ -98,6 +99,7 @@ class Session:
             loader.count if examples and isinstance(loader, RowLoader) else None
         )
         self._frozen: Decoder | None = None
+        self._base: Base | None = None
 
     def start(self, report: Callable[[str], None]) -> TrainState:
         """Restores the newest good checkpoint, or initialises the model.
@@ -113,7 +115,7 @@ class Session:
         self._frozen = load_frozen(
             self.experiment, self.mesh, report, record=self.directory
         )
-        wanted = self._step.state
+        wanted = self._saved(self._step.state)
         if (note := lossy_note(self.dataset)) is not None:
             report(note)
         tree = to_nested_dict(wanted)
@@ -138,13 +140,31 @@ class Session:
         # steps are made again, and so are their rows.
         if message := first_process(lambda: self.directory.rewind(reached)):
             report(message)
+        training = self.experiment.training
+        if restored is not None and training.adapters is None:
+            return from_nested_dict(wanted, self._with_window(restored.tree))
+        if restored is None and training.start_from is None:
+            return self._step.initialise(jax.random.key(training.seed))
+        before = None if restored is None else restored.base
+        model, base = load_start(self.experiment, self.mesh, report, base=before)
+        self._base = None if training.adapters is None else base
+        state = self._step.begin(model)
         if restored is None:
-            return self._first_state(report)
-        return from_nested_dict(wanted, self._with_window(restored.tree))
+            return state
+        saved = from_nested_dict(wanted, self._with_window(restored.tree))
+        return saved._replace(model=whole_model(saved.model, state.model))
+
+    def _saved(self, state: TrainState) -> TrainState:
+        """Returns what checkpoints hold: all, or of adapters what is trained."""
+        training = self.experiment.training
+        if training.adapters is None:
+            return state
+        return state._replace(model=trained_part(state.model, training.trained))
 
     def _with_window(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Lets the spike rule begin again where a checkpoint lacks a part of it."""
-        leaves, wanted = named(tree), named(to_nested_dict(self._step.state))
+        leaves = named(tree)
+        wanted = named(to_nested_dict(self._saved(self._step.state)))
         if all(leaves[name] is not None for name in _WINDOW):
             return tree
         fresh = {
@@ -232,9 +252,10 @@ class Session:
         """Saves in the background; a failure comes out at the next save or close."""
         self._checkpoints.save(
             step,
-            to_nested_dict(state),
+            to_nested_dict(self._saved(state)),
             data_state=self._batches.get_state(),
             loss=loss,
+            base=self._base,
         )
 
     def wait(self) -> None:
@@ -301,12 +322,6 @@ class Session:
             batch=batch,
             rows=local_rows(batch, self.mesh),
         )
-
-    def _first_state(self, report: Callable[[str], None]) -> TrainState:
-        model = load_start(self.experiment, self.mesh, report)
-        if model is not None:
-            return self._step.begin(model)
-        return self._step.initialise(jax.random.key(self.experiment.training.seed))
 
 
 def _refuse_damaged_shards(experiment: Experiment) -> None:

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jaxtyping import Int
 
 from recurjax.errors import UserError
-from recurjax.model import Decoder, ModelConfig
+from recurjax.model import Decoder
 from recurjax.parameters import parameter_name
 from recurjax.training.spikes import SpikeConfig, SpikeState, judge, new_spike_state
 from recurjax.types import IGNORED, Array, Batch, Scalar
@@ -31,18 +30,6 @@ class TrainState(NamedTuple):
     model: Decoder
     optimizer: Any
     spikes: SpikeState
-
-
-def new_state(
-    key: Array,
-    model: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    spikes: SpikeConfig,
-    train_only: str | None = None,
-) -> TrainState:
-    """Initialises model and optimizer from one key. Run it under jit with shardings."""
-    drawn = Decoder(model, rngs=nnx.Rngs(key))
-    return first_state(drawn, optimizer, spikes, train_only)
 
 
 def first_state(

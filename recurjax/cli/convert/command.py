@@ -14,6 +14,7 @@ from recurjax.cli.convert.surgery import (
     run_to_recurformer,
     run_to_recursive,
     run_to_transformer,
+    write_changed_run,
 )
 from recurjax.cli.options import Command, parse, run_command
 from recurjax.convert.authors import as_trained, from_authors
@@ -46,6 +47,7 @@ USAGE = """usage: recurjax convert COMMAND SOURCE OUT [options]
   recurjax convert to-recursive RUN OUT                  one variant into another:
   recurjax convert to-recurformer RUN OUT
   recurjax convert to-transformer RUN OUT
+  recurjax convert merge RUN OUT                         adapters into their base
 
 recurjax convert COMMAND --help lists the options of each."""
 
@@ -156,6 +158,21 @@ class FromAuthors:
     tokenizer: Path
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merge(RangeChecks):
+    """Makes a run of one model from a run that trained adapters.
+
+    Attributes:
+      run: the run directory, whose training.start_from still holds the base.
+      out: the new run directory; it appears whole or not at all.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    step: NonNegativeInt | None = None
+
+
 def run(argv: list[str]) -> int:
     """Runs `recurjax convert ARGV`.
 
@@ -175,6 +192,7 @@ def run(argv: list[str]) -> int:
         "to-recurformer": run_to_recurformer,
         "to-recursive": run_to_recursive,
         "to-transformer": run_to_transformer,
+        "merge": _merge,
     }
     commands = {
         name: partial(_with_stores, name, command) for name, command in commands.items()
@@ -325,6 +343,16 @@ def _from_authors(argv: list[str]) -> int:
     model = from_authors(options.source, experiment.model, report=_say)
     write_run(options.out, model, experiment, tokenizer)
     print(options.out)
+    return 0
+
+
+def _merge(argv: list[str]) -> int:
+    options = parse(Merge, argv, prog="recurjax convert merge")
+    refuse_existing(options.out)
+    # Whatever reads a run merges its adapters.
+    loaded = load_run(options.run, step=options.step, report=_say)
+    write_changed_run(options.out, loaded, loaded.model, lambda folder: None)
+    print(f"{options.out}: the model of step {loaded.step}")
     return 0
 
 

@@ -12,13 +12,20 @@ from flax import nnx
 from jaxtyping import Float
 
 from pallas_kernels.uncopied_weights import merge_by_head
-from recurjax.layers.linear import LowRank, decodes_on_gpu, linear, with_additions
+from recurjax.layers.linear import (
+    LowRank,
+    Weight,
+    base_and_additions,
+    decodes_on_gpu,
+    linear,
+    with_additions,
+)
 from recurjax.types import Array
 
 
 def project(
     x: Float[Array, "... D"],
-    weight: Array | nnx.Param,
+    weight: Weight,
     bias: Array | nnx.Param | None = None,
     addition: LowRank | None = None,
 ) -> Float[Array, "... H E"]:
@@ -29,7 +36,7 @@ def project(
 
 def project_flat(
     x: Float[Array, "... D"],
-    weight: Array | nnx.Param,
+    weight: Weight,
     bias: Array | nnx.Param | None = None,
     addition: LowRank | None = None,
 ) -> Float[Array, "... HE"]:
@@ -42,7 +49,7 @@ def project_flat(
 
 def merge(
     y: Float[Array, "B T *heads"],
-    weight: Array | nnx.Param,
+    weight: Weight,
     bias: Array | nnx.Param | None = None,
     addition: LowRank | None = None,
 ) -> Float[Array, "B T D"]:
@@ -55,8 +62,9 @@ def merge(
     flat = y.reshape(*y.shape[:2], -1)
     if not decodes_on_gpu(y):
         return linear(flat, weight[...].reshape(-1, D), bias, addition)
-    merged = merge_by_head(y.reshape(-1, H, E), weight[...].astype(y.dtype))
-    return with_additions(merged[:, None].astype(y.dtype), flat, bias, addition)
+    base, additions = base_and_additions(weight, addition)
+    merged = merge_by_head(y.reshape(-1, H, E), base.astype(y.dtype))
+    return with_additions(merged[:, None].astype(y.dtype), flat, bias, additions)
 
 
 def keys_for_queries(

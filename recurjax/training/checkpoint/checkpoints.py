@@ -35,12 +35,14 @@ class Restored(NamedTuple):
       tree: the arrays, placed as in `abstract`.
       data_states: the data iterator's state in each process of the run that saved.
       digest: of the arrays' values, see `Manifest.digest`.
+      base: see `Manifest`.
     """
 
     step: int
     tree: dict[str, Any]
     data_states: list[dict[str, Any]]
     digest: str = ""
+    base: dict[str, Any] | None = None
 
     @property
     def data_state(self) -> dict[str, Any]:
@@ -125,6 +127,7 @@ class Checkpoints:
         *,
         data_state: dict[str, Any],
         loss: float | None = None,
+        base: dict[str, Any] | None = None,
     ) -> None:
         """Copies the arrays off the devices and writes them in the background.
 
@@ -136,6 +139,7 @@ class Checkpoints:
           tree: nested dicts of jax.Array; the buffers may be donated afterwards.
           data_state: small, plain JSON; each process gives its own.
           loss: validation loss at this step, if it was measured.
+          base: see `Manifest`.
 
         Raises:
           UserError: the save before this one failed, the directory cannot be written,
@@ -152,6 +156,7 @@ class Checkpoints:
             # A loss that is not finite can be no best.
             loss=float(loss) if loss is not None and math.isfinite(loss) else None,
             model=None if self._model is None else to_json(self._model),
+            base=base,
         )
         # One answer for all, so that all save or none.
         if not self._decided(lambda: self._directory.make_way(manifest)):
@@ -228,6 +233,7 @@ class Checkpoints:
                 filled(abstract, {**dict.fromkeys(wanted), **arrays}),
                 manifest.data_states,
                 manifest.digest(there),
+                manifest.base,
             )
         if not faults:
             return None

@@ -36,6 +36,7 @@ class Manifest:
       loss: validation loss at this step; None when none was measured.
       model: the model's config as JSON: the arrays' shapes do not tell a RoPE base or
         a norm's eps. None where it is not known.
+      base: of adapters: the run, step and digest of the model that they adapt.
     """
 
     step: int
@@ -43,9 +44,12 @@ class Manifest:
     data_states: list[dict[str, Any]]
     loss: float | None
     model: dict[str, Any] | None = None
+    base: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         content = {"format": _FORMAT, **dataclasses.asdict(self)}
+        if self.base is None:
+            del content["base"]
         content = json.loads(json.dumps(content))
         return {**content, "digest": _digest(content)}
 

@@ -4,6 +4,7 @@ from recurjax.training.run.metrics import MetricsWriter, device_memory, plot_los
 from recurjax.training.run.mirror import Mirror, mirrored
 from recurjax.training.run.progress import TrainingProgress
 from recurjax.training.run.run_directory import (
+    Base,
     LoadedRun,
     RunDirectory,
     check_frozen,
@@ -11,12 +12,14 @@ from recurjax.training.run.run_directory import (
     check_start,
     load_frozen,
     load_run,
+    load_saved,
     load_start,
 )
 from recurjax.training.run.run_lock import held, hold
 from recurjax.training.run.trackers import Description, note_start, open_trackers
 
 __all__ = [
+    "Base",
     "Description",
     "LoadedRun",
     "MetricsWriter",
@@ -31,6 +34,7 @@ __all__ = [
     "hold",
     "load_frozen",
     "load_run",
+    "load_saved",
     "load_start",
     "mirrored",
     "note_start",

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from recurjax.adapters import merged, parse_adapters, with_adapters
 from recurjax.data.tokenizers import Tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import (
@@ -38,10 +40,11 @@ from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
-from recurjax.training.program import model_shapes
+from recurjax.training.program import model_shapes, placed_shapes
 from recurjax.training.run.metrics import read_rows
 from recurjax.training.run.mirror import NO_STEP, fetched
 from recurjax.training.spikes import SpikeConfig
+from recurjax.training.step import trained_part, whole_model
 
 
 class RunDirectory:
@@ -237,12 +240,17 @@ def _unused(file: Path) -> Path:
     return next(name for name in chain([file], numbered) if not name.exists())
 
 
+Base = dict[str, Any]
+"""The run, step and digest of a model that adapters adapt, as a manifest has them."""
+
+
 class LoadedRun(NamedTuple):
     """A trained model and what it was made with.
 
     Attributes:
       digest: names the parameters' values, see `Manifest.digest`; empty where they come
         from no checkpoint.
+      base: which model adapters are of; None where `model` is all of it.
     """
 
     experiment: Experiment
@@ -250,6 +258,7 @@ class LoadedRun(NamedTuple):
     tokenizer: Tokenizer
     step: int
     digest: str = ""
+    base: Base | None = None
 
 
 def load_run(
@@ -281,6 +290,33 @@ def load_run(
                 except NoGoodCheckpoint:
                     if not copy.fetch_older():
                         raise
+    if mesh is None:
+        # One device where nothing else is asked for.
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    run = load_saved(path, step=step, mesh=mesh, report=report)
+    if run.experiment.training.adapters is None:
+        return run
+    # What is read is the plain model that the adapters make of their base.
+    base, _ = load_start(run.experiment, mesh, report, base=run.base)
+    model = merged(whole_model(run.model, _adapted(run.experiment, base)))
+    training = dataclasses.replace(run.experiment.training, adapters=None)
+    experiment = dataclasses.replace(
+        run.experiment, model=model.config, training=training
+    )
+    return run._replace(experiment=experiment, model=model, base=None)
+
+
+def load_saved(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = print,
+) -> LoadedRun:
+    """Loads what a run's checkpoint holds: of adapters the trained part alone.
+
+    Args, Raises: as `load_run`, of a folder.
+    """
     run = RunDirectory(Path(path))
     if not run.root.is_dir():
         raise UserError(f"no run directory at {run.root}")
@@ -289,17 +325,34 @@ def load_run(
     if mesh is None:
         # One device by default.
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    shapes = model_shapes(experiment.model, mesh)
-    wanted = {"model": to_nested_dict(shapes)}
+    shapes, training = model_shapes(experiment.model, mesh), experiment.training
+    if training.adapters is not None:
+        shapes = jax.eval_shape(partial(_adapted, experiment), shapes)
+        shapes = trained_part(placed_shapes(shapes, mesh), training.trained)
     checkpoints = Checkpoints(run.checkpoints, model=experiment.model)
     try:
+        wanted = {"model": to_nested_dict(shapes)}
         restored = checkpoints.restore(wanted, step=step, report=report)
     finally:
         checkpoints.close()
     if restored is None:
         raise UserError(f"{run.root} has no checkpoint yet: train it first")
-    model = from_nested_dict(shapes, restored.tree["model"])
-    return LoadedRun(experiment, model, tokenizer, restored.step, restored.digest)
+    return LoadedRun(
+        experiment,
+        from_nested_dict(shapes, restored.tree["model"]),
+        tokenizer,
+        restored.step,
+        restored.digest,
+        restored.base,
+    )
+
+
+def _adapted(experiment: Experiment, model: Decoder) -> Decoder:
+    """Returns a base with the run's adapters at their start."""
+    training = experiment.training
+    assert training.adapters is not None
+    adapters = parse_adapters(training.adapters)
+    return with_adapters(model, adapters, jax.random.key(training.seed))
 
 
 def _once(report: Callable[[str], None]) -> Callable[[str], None]:
@@ -446,16 +499,36 @@ def check_frozen(experiment: Experiment, tokenizer: Tokenizer) -> None:
 
 
 def load_start(
-    experiment: Experiment, mesh: Mesh, report: Callable[[str], None]
-) -> Decoder | None:
-    """Loads the parameters to start from, onto the run's mesh; None: there are none."""
+    experiment: Experiment,
+    mesh: Mesh,
+    report: Callable[[str], None],
+    *,
+    base: Base | None = None,
+) -> tuple[Decoder, Base]:
+    """Loads the parameters of `training.start_from`, onto the run's mesh.
+
+    Args:
+      base: the model that the run's adapters were trained on, which is loaded again;
+        None: the newest.
+
+    Raises:
+      UserError: that model has other parameters.
+    """
     start = experiment.training.start_from
-    if start is None:
-        return None
-    run = load_run(start, mesh=mesh, report=report)
-    report(f"starting from the parameters of {start} at step {run.step}")
+    assert start is not None
+    step = None if base is None else base["step"]
+    run = load_run(start, step=step, mesh=mesh, report=report)
+    if base is None:
+        report(f"starting from the parameters of {start} at step {run.step}")
+    elif base["digest"] != run.digest:
+        raise UserError(
+            f"the adapters are of another base: of {base['run']} at step {step} with "
+            f"checksum {base['digest'][:12]}, and {start} has {run.digest[:12]} there: "
+            "put that model back"
+        )
     model = in_weight_dtype(run.model, experiment.model.weight_dtype)
-    return _as_configured(model, experiment.model, mesh)
+    configured = _as_configured(model, experiment.model, mesh)
+    return configured, {"run": start, "step": run.step, "digest": run.digest}
 
 
 def load_frozen(

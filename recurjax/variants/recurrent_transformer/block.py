@@ -7,6 +7,7 @@ from flax import nnx
 from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
 from pallas_kernels.recurrent_prefill.call import Dtype
 from recurjax.layers.attention import AttentionConfig, SelfAttention
+from recurjax.layers.linear import plain
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Alibi, Rope, rotary_width
@@ -44,7 +45,11 @@ class RecurrentTransformerBlock(nnx.Module):
 
 
 def weights_of(blocks: RecurrentTransformerBlock) -> LayerWeights:
-    """Returns the op's weights of stacked blocks."""
+    """Returns the op's weights of stacked blocks.
+
+    The op reads each matrix at every position, so an adapter is added to its matrix
+    once, before the op.
+    """
     a, m = blocks.attention, blocks.mlp
     # Norms by the names that the op has for them; a layer may lack any of them.
     norms = {
@@ -57,13 +62,13 @@ def weights_of(blocks: RecurrentTransformerBlock) -> LayerWeights:
     for name, norm in norms.items():
         parts[f"{name}_scale"], parts[f"{name}_bias"] = _scale_and_bias(norm)
     return LayerWeights(
-        w_q=a.w_q[...],
-        w_k=a.w_k[...],
-        w_v=a.w_v[...],
-        w_out=a.w_out[...],
-        w_up=m.w_up[...],
+        w_q=plain(a.w_q),
+        w_k=plain(a.w_k),
+        w_v=plain(a.w_v),
+        w_out=plain(a.w_out),
+        w_up=plain(m.w_up),
         w_gate=_value(m.w_gate),
-        w_down=m.w_down[...],
+        w_down=plain(m.w_down),
         b_q=_value(a.b_q),
         b_k=_value(a.b_k),
         b_v=_value(a.b_v),
@@ -113,4 +118,4 @@ def _scale_and_bias(norm: Norm | None) -> tuple[Array | None, Array | None]:
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:
-    return None if parameter is None else parameter[...]
+    return None if parameter is None else plain(parameter)

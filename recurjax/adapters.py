@@ -1,0 +1,143 @@
+"""Low-rank adapters of a frozen model: their config, adding them, merging them."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from recurjax.errors import UserError
+from recurjax.layers.linear import AdaptedWeight, plain
+from recurjax.model import Decoder, in_weight_dtype
+from recurjax.parameters import parameter_name, rule_of
+from recurjax.ranges import NonNegativeInt, PositiveFloat, RangeChecks
+from recurjax.types import Array
+
+ADAPTER_PARAMETERS = r"\.lora_[ab]$"
+"""Matches the names of an adapter's parameters."""
+
+_NAMES = ("q", "k", "v", "out", "up", "gate", "down", "u", "z", "x", "back")
+"""Attention's, the MLP's and Mamba's projections."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig(RangeChecks):
+    """Which matrices of a stack get an adapter x W + s (x A) B, and how large.
+
+    Attributes:
+      rank: R.
+      alpha: s = alpha / R; None: R, so that s = 1.
+      names: of matrices, without w_: q, k, v, out, up, gate, down, or any other that
+        the stack has; (): attention's, the MLP's and Mamba's projections.
+      rank_stabilized: s = alpha / sqrt(R) (Kalajdzievski 2023).
+    """
+
+    rank: NonNegativeInt
+    alpha: PositiveFloat | None = None
+    names: tuple[str, ...] = ()
+    rank_stabilized: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What multiplies (x A) B."""
+        alpha, rank = self.alpha or float(self.rank), max(self.rank, 1)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def parse_adapters(text: str) -> AdapterConfig:
+    """Reads `lora:16`, `lora:16:32` or `rslora:16:32:q,v`.
+
+    Raises:
+      UserError: it has another form.
+    """
+    match = re.fullmatch(
+        r"(rs)?lora:(\d+)(?::(\d+(?:\.\d+)?)?(?::(\w+(?:,\w+)*))?)?", text
+    )
+    if match is None:
+        raise UserError(
+            "training.adapters must be lora:RANK[:ALPHA][:NAMES] or rslora:..., such "
+            f"as lora:16:32:q,v, got {text!r}"
+        )
+    stabilized, rank, alpha, names = match.groups()
+    return AdapterConfig(
+        rank=int(rank),
+        alpha=float(alpha) if alpha else None,
+        names=tuple(names.split(",")) if names else (),
+        rank_stabilized=stabilized is not None,
+    )
+
+
+def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
+    """Returns the model with adapters that add nothing yet: A is drawn, B is zero.
+
+    Args:
+      model: has no adapters; its weights are not copied.
+      config: see there.
+      key: A is uniform in +-1/sqrt(N), as PEFT draws it.
+
+    Raises:
+      UserError: a name that no matrix of the stack has, or a rank above the smaller
+        side of a matrix.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(model)
+    names = [parameter_name(path) for path, _ in paths]
+    adaptable = [name for name in names if _is_adaptable(name)]
+    there = sorted({_word(name) for name in adaptable})
+    for name in config.names:
+        if name not in there:
+            raise UserError(
+                f"training.adapters: no matrix of the stack is named {name}; it has "
+                f"{', '.join(there)}"
+            )
+    words = config.names or _NAMES
+    chosen = [name for name in adaptable if _word(name) in words]
+    keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
+
+    def add(path: tuple[Any, ...], leaf: Array) -> Any:
+        name = parameter_name(path)
+        if name not in keys:
+            return leaf
+        rule, R = rule_of(name), config.rank
+        layers = leaf.ndim - rule.inputs - len(rule.outputs)
+        N = math.prod(leaf.shape[layers : layers + rule.inputs])
+        M = math.prod(leaf.shape[layers + rule.inputs :])
+        if min(N, M) < R:
+            raise UserError(
+                f"training.adapters: rank {R} exceeds the smaller side of {name}, a "
+                f"matrix of {N} x {M}: use at most {min(N, M)}, or name other matrices"
+            )
+        leading, bound = leaf.shape[:layers], N**-0.5
+        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        return AdaptedWeight(
+            base=leaf,
+            lora_a=jax.random.uniform(
+                keys[name], (*leading, N, R), dtype, -bound, bound
+            ),
+            lora_b=jnp.zeros((*leading, R, M), dtype),
+            scale=config.scale,
+        )
+
+    return jax.tree_util.tree_map_with_path(add, model)
+
+
+def merged(model: Decoder) -> Decoder:
+    """Returns the model as plain float32 arrays, W + s A B where it had an adapter."""
+    arrays = jax.tree.map(plain, model, is_leaf=_is_adapted)
+    return in_weight_dtype(arrays, "float32")
+
+
+def _is_adapted(node: Any) -> bool:
+    return isinstance(node, AdaptedWeight)
+
+
+def _is_adaptable(name: str) -> bool:
+    # RRT's own additions, and convolutions, are multiplied elsewhere than in `linear`.
+    rule = rule_of(name)
+    inside = name.startswith("stack.") and ".adapters." not in name
+    return inside and rule.role == "matrix" and rule.group == "matrix"
+
+
+def _word(name: str) -> str:
+    return name.rpartition(".w_")[2]
