@@ -22,6 +22,7 @@ from recurjax.convert.hub import fetched_checkpoint
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.parity import TOLERANCE, NotMeasured, Parity
+from recurjax.convert.peft import from_peft, to_peft
 from recurjax.convert.torch import (
     compare_with_export,
     compare_with_hf,
@@ -48,6 +49,8 @@ USAGE = """usage: recurjax convert COMMAND SOURCE OUT [options]
   recurjax convert to-recurformer RUN OUT
   recurjax convert to-transformer RUN OUT
   recurjax convert merge RUN OUT                         adapters into their base
+  recurjax convert from-peft ADAPTERS OUT --base RUN     adapters of PEFT, and back
+  recurjax convert to-peft RUN OUT
 
 recurjax convert COMMAND --help lists the options of each."""
 
@@ -173,6 +176,34 @@ class Merge(RangeChecks):
     step: NonNegativeInt | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromPeft:
+    """Makes a run of adapters of the files that PEFT saves.
+
+    Attributes:
+      source: a folder with adapter_config.json and adapter_model.safetensors.
+      out: the new run directory; it appears whole or not at all.
+      base: the run directory of the model that they adapt.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    base: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToPeft:
+    """Writes a run's adapters as the files that PEFT loads.
+
+    Attributes:
+      run: the run directory of adapters of one of from-hf's families.
+      out: the new directory; it appears whole or not at all.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+
+
 def run(argv: list[str]) -> int:
     """Runs `recurjax convert ARGV`.
 
@@ -193,6 +224,8 @@ def run(argv: list[str]) -> int:
         "to-recursive": run_to_recursive,
         "to-transformer": run_to_transformer,
         "merge": _merge,
+        "from-peft": _from_peft,
+        "to-peft": _to_peft,
     }
     commands = {
         name: partial(_with_stores, name, command) for name, command in commands.items()
@@ -353,6 +386,22 @@ def _merge(argv: list[str]) -> int:
     loaded = load_run(options.run, step=options.step, report=_say)
     write_changed_run(options.out, loaded, loaded.model, lambda folder: None)
     print(f"{options.out}: the model of step {loaded.step}")
+    return 0
+
+
+def _from_peft(argv: list[str]) -> int:
+    options = parse(FromPeft, argv, prog="recurjax convert from-peft")
+    refuse_existing(options.out)
+    from_peft(options.source, options.out, options.base, report=_say)
+    print(options.out)
+    return 0
+
+
+def _to_peft(argv: list[str]) -> int:
+    options = parse(ToPeft, argv, prog="recurjax convert to-peft")
+    refuse_existing(options.out)
+    to_peft(options.run, options.out, report=_say)
+    print(options.out)
     return 0
 
 
