@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from recurjax.errors import UserError
-from recurjax.layers.linear import AdaptedWeight, plain
+from recurjax.layers.linear import AdaptedWeight, is_composed, plain
 from recurjax.model import Decoder, in_weight_dtype
 from recurjax.parameters import parameter_name, rule_of
 from recurjax.ranges import NonNegativeInt, PositiveFloat, RangeChecks
@@ -27,7 +27,7 @@ class AdapterConfig(RangeChecks):
     """Which matrices of a stack get an adapter x W + s (x A) B, and how large.
 
     Attributes:
-      rank: R.
+      rank: R; 0: no adapters.
       alpha: s = alpha / R; None: R, so that s = 1.
       names: of matrices, without w_: q, k, v, out, up, gate, down, or any other that
         the stack has; (): attention's, the MLP's and Mamba's projections.
@@ -53,7 +53,7 @@ def parse_adapters(text: str) -> AdapterConfig:
       UserError: it has another form.
     """
     match = re.fullmatch(
-        r"(rs)?lora:(\d+)(?::(\d+(?:\.\d+)?)?(?::(\w+(?:,\w+)*))?)?", text
+        r"(rs)?lora:([1-9]\d*)(?::(\d+(?:\.\d+)?)?(?::(\w+(?:,\w+)*))?)?", text
     )
     if match is None:
         raise UserError(
@@ -81,7 +81,9 @@ def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
       UserError: a name that no matrix of the stack has, or a rank above the smaller
         side of a matrix.
     """
-    paths = jax.tree_util.tree_leaves_with_path(model)
+    if config.rank == 0:
+        return model
+    paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_composed)
     names = [parameter_name(path) for path, _ in paths]
     adaptable = [name for name in names if _is_adaptable(name)]
     there = sorted({_word(name) for name in adaptable})
@@ -95,12 +97,12 @@ def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
     chosen = [name for name in adaptable if _word(name) in words]
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
 
-    def add(path: tuple[Any, ...], leaf: Array) -> Any:
+    def add(path: tuple[Any, ...], leaf: Any) -> Any:
         name = parameter_name(path)
         if name not in keys:
             return leaf
         rule, R = rule_of(name), config.rank
-        layers = leaf.ndim - rule.inputs - len(rule.outputs)
+        layers = len(leaf.shape) - rule.inputs - len(rule.outputs)
         N = math.prod(leaf.shape[layers : layers + rule.inputs])
         M = math.prod(leaf.shape[layers + rule.inputs :])
         if min(N, M) < R:
@@ -119,7 +121,7 @@ def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
             scale=config.scale,
         )
 
-    return jax.tree_util.tree_map_with_path(add, model)
+    return jax.tree_util.tree_map_with_path(add, model, is_leaf=is_composed)
 
 
 def merged(model: Decoder) -> Decoder:

@@ -1,7 +1,7 @@
 """The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
 import functools
-import re
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -17,9 +17,18 @@ from jaxtyping import Bool, Float, Int, PyTree
 from recurjax.errors import UserError
 from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_embedding, draw_head
+from recurjax.layers.linear import (
+    INT4_GROUP,
+    QuantizedWeight,
+    is_composed,
+    plain,
+    product_in,
+    quantize,
+)
 from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.row_decoder import RowDecoder
+from recurjax.parameters import parameter_name, rule_of
 from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import Array, Cache, LoopPositions, Missing, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
@@ -242,6 +251,12 @@ def as_latent_memory(stack: Stack) -> SupportsLatentMemory | None:
     return None if stack.config.memory is None else stack
 
 
+WeightDtype = Literal[
+    "float32", "bfloat16", "int8", "int4", "int8-layers", "int4-layers"
+]
+"""How weights are stored: see `ModelConfig`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A complete language model.
@@ -260,7 +275,9 @@ class ModelConfig:
       last state; only the objective `Compress` uses them.
       dtype: of activations and matrix products.
       weight_dtype: of matrices and tables as they are stored: a model in bfloat16 takes
-        half the memory, and is for reading and converting. Training wants float32;
+        half the memory, and is for reading and converting. int8: with a scale for each
+        output; int4: matrices of layers with one for each 64 inputs, tables and head in
+        int8; with -layers, tables and head stay in float32. Training wants float32;
         norms, biases and other vectors have it always.
       hf_family: the `model_type` of the Hugging Face checkpoint that it was read from:
         as such it is written back. None: from none, any that fits.
@@ -275,7 +292,7 @@ class ModelConfig:
     logit_soft_cap: PositiveFloat | None = None
     row_decoder: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    weight_dtype: WeightDtype = "float32"
     hf_family: str | None = None
 
     def __post_init__(self):
@@ -433,20 +450,26 @@ class Decoder(nnx.Module):
 
     def embed(self, ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
         """Returns what the stack reads."""
-        x = look_up(self.w_embedding[...], ids, self.config.dtype)
+        table: Any = self.w_embedding[...]
+        if isinstance(table, QuantizedWeight):
+            x = table[jnp.asarray(ids)].astype(self.config.dtype)
+        else:
+            x = look_up(table, ids, self.config.dtype)
         if self.config.embedding_scale == "sqrt_width":
             x = x * jnp.asarray(self.config.stack.width**0.5, x.dtype)
         return keep_rows_apart(x)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Applies the head to states from `hidden`; float32 or wider."""
-        head = self.head_weight().astype(x.dtype)
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        logits = jnp.einsum("...d,dv->...v", x, head, preferred_element_type=dtype)
+        logits = product_in(x, self._head(), dtype)
         return self.cap(logits[..., : self.config.vocabulary])
 
     def head_weight(self) -> Float[Array, "D W"]:
         """Returns the head of W = padded vocabulary columns."""
+        return plain(self._head())
+
+    def _head(self) -> Array | QuantizedWeight:
         return self.w_embedding[...].T if self.w_head is None else self.w_head[...]
 
     def cap(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -455,8 +478,12 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def in_weight_dtype(model: Decoder, dtype: Literal["float32", "bfloat16"]) -> Decoder:
-    """Returns the model with its matrices and tables stored in a dtype."""
+def in_weight_dtype(model: Decoder, dtype: WeightDtype) -> Decoder:
+    """Returns the model with its matrices and tables stored in a dtype.
+
+    Raises:
+      UserError: int4 where 64 does not divide the inputs of a matrix.
+    """
     if model.config.weight_dtype == dtype:
         return model
     config = replace(model.config, weight_dtype=dtype)
@@ -466,12 +493,38 @@ def in_weight_dtype(model: Decoder, dtype: Literal["float32", "bfloat16"]) -> De
 
 
 def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
-    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
-        # Matrices and tables are named w_..., vectors are not.
-        is_weight = re.search(r"\bw_", jax.tree_util.keystr(path)) is not None
-        return leaf.astype(dtype) if is_weight else leaf
+    kind, _, layers_only = dtype.partition("-")
 
-    return jax.tree_util.tree_map_with_path(cast, tree)
+    def cast(path: tuple[Any, ...], weight: Any) -> Any:
+        name = parameter_name(path)
+        rule = rule_of(name)
+        if not rule.is_weight:
+            return weight
+        weight = plain(weight)
+        if not kind.startswith("int"):
+            return weight.astype(kind)
+        weight = weight.astype("float32")
+        in_layer = name.startswith("stack.") and rule.role == "matrix"
+        in_layer &= rule.group == "matrix" and ".adapters." not in name
+        if in_layer:
+            first, inputs = -len(rule.outputs) - rule.inputs, rule.inputs
+            bits = int(kind[-1])
+            width = math.prod(weight.shape[first : -len(rule.outputs)])
+            if bits == 4 and width % INT4_GROUP:
+                raise UserError(
+                    f"int4 wants widths that {INT4_GROUP} divides, and {name} has "
+                    f"{width} inputs: use int8"
+                )
+            return _quantize(weight, bits=bits, first=first, inputs=inputs)
+        if layers_only or name not in ("w_embedding", "w_head"):
+            return weight
+        first = -1 if rule.role == "table" else -2
+        return _quantize(weight, bits=8, first=first, inputs=1)
+
+    return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_composed)
+
+
+_quantize = jax.jit(quantize, static_argnames=("bits", "first", "inputs"))
 
 
 class ParameterCount(NamedTuple):
@@ -489,8 +542,9 @@ class ParameterCount(NamedTuple):
 @functools.cache
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts a model's parameters without making them."""
+    plain_config = replace(config, weight_dtype="float32")  # scales are no parameters
     model = jax.eval_shape(
-        lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
+        lambda key: Decoder(plain_config, rngs=nnx.Rngs(key)), jax.random.key(0)
     )
     total = sum(leaf.size for leaf in jax.tree.leaves(model))
     # An untied head is a second table of the same size.

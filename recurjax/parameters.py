@@ -160,8 +160,16 @@ def _of_adapter(axes: str, spec: P, rule: Rule) -> Rule:
     return rule._replace(axes=axes, spec=spec, group="matrix")
 
 
+def _of_scales(rule: Rule) -> Rule:
+    table = rule.role == "table"
+    spec = rule.spec if table else P(rule.spec[0], *rule.spec[rule.inputs :])
+    return rule._replace(role="vector", spec=spec)
+
+
 _PARTS: dict[str, Callable[[Rule], Rule]] = {
     "base": lambda rule: rule,
+    "values": lambda rule: rule,
+    "scales": _of_scales,
     "lora_a": lambda rule: _of_adapter("N -> rank", P(rule.spec[0], None), rule),
     "lora_b": lambda rule: _of_adapter(
         "rank -> M", P(None, rule.spec[rule.inputs]), rule

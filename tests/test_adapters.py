@@ -79,7 +79,14 @@ def plain_logits(model):
     return run(model, ids, model.init_cache(B, 0))[0]
 
 
-@pytest.fixture(params=VARIANTS)
+EVERY = [
+    # The memory's recurrence takes long to compile, its gradient longest.
+    pytest.param(name, marks=pytest.mark.slow) if "latent" in name else name
+    for name in VARIANTS
+]
+
+
+@pytest.fixture(params=EVERY)
 def variant(request):
     return request.param
 

@@ -40,7 +40,7 @@ ONLY = {
     "data": {"errors", "files", "lazy_names", "ranges", "types", "version"},
     "layers": {"errors", "ranges", "types"},
     "variants": {"layers", "errors", "ranges", "types"},
-    "model": {"variants", "layers", "errors", "ranges", "types"},
+    "model": {"variants", "layers", "errors", "parameters", "ranges", "types"},
 }
 # What asks a model by protocol imports no variant; converters and benches are of one.
 BY_PROTOCOL = {"experiment", "inference", "evaluation", "training", "plan", "cli"}

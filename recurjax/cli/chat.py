@@ -30,7 +30,7 @@ from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSett
 from recurjax.inference.engine.memory import in_words, state_size
 from recurjax.inference.sampling import PLAIN, SamplingConfig
 from recurjax.machine import terminal
-from recurjax.model import Decoder
+from recurjax.model import Decoder, WeightDtype
 from recurjax.ranges import (
     Fraction,
     NonNegativeFloat,
@@ -86,6 +86,8 @@ class ChatOptions(RangeChecks):
       states_gib: memory for the talk's state, so that a turn reads only what is new.
       seed: None: another one each time.
       step: the checkpoint of this training step; None: the newest.
+      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
+        int8-layers or int4-layers (tables as they are); None: as they are stored.
       mesh: devices of the model.
     """
 
@@ -103,6 +105,7 @@ class ChatOptions(RangeChecks):
     states_gib: NonNegativeFloat = 0.5
     seed: Seed | None = None
     step: NonNegativeInt | None = None
+    weights: WeightDtype | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
 
@@ -362,7 +365,13 @@ def run(argv: list[str]) -> int:
     options = parse(ChatOptions, argv, prog="recurjax chat")
     options = replace(options, run=imported_run(options.run, report=_tell))
     mesh = reading_mesh(options.mesh)
-    loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
+    loaded = load_run(
+        options.run,
+        step=options.step,
+        mesh=mesh,
+        weights=options.weights or "stored",
+        report=_tell,
+    )
     tokenizer = loaded.tokenizer
     template = load_template(
         options.run / "tokenizer", file=options.template, tokenizer=tokenizer

@@ -30,6 +30,7 @@ from recurjax.inference.generate import (
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.machine import terminal
 from recurjax.machine.distributed import start_processes
+from recurjax.model import WeightDtype
 from recurjax.ranges import (
     Fraction,
     NonNegativeFloat,
@@ -91,6 +92,8 @@ class GenerateOptions(RangeChecks):
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
       step: the checkpoint of this training step; None: the newest.
+      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
+        int8-layers or int4-layers (tables as they are); None: as they are stored.
       mesh: devices of the model; of several processes the first one writes.
     """
 
@@ -115,6 +118,7 @@ class GenerateOptions(RangeChecks):
     stream: bool = True
     json: bool = False
     step: NonNegativeInt | None = None
+    weights: WeightDtype | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
 
@@ -149,7 +153,13 @@ def run(argv: list[str]) -> int:
     start_processes()
     options = dataclasses.replace(options, run=imported_run(options.run, report=_tell))
     mesh = reading_mesh(options.mesh)
-    loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
+    loaded = load_run(
+        options.run,
+        step=options.step,
+        mesh=mesh,
+        weights=options.weights or "stored",
+        report=_tell,
+    )
     model = loaded.model
     if options.loops is not None:
         # Before the exits are made: a rule then leaves the loops of the shorter model.

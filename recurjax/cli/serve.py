@@ -23,7 +23,7 @@ from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.engine.config import MOST_STOPS
 from recurjax.inference.engine.memory import slots_that_fit, state_sizes
 from recurjax.inference.engine.strategy import choose_strategy
-from recurjax.model import Decoder
+from recurjax.model import Decoder, WeightDtype
 from recurjax.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -78,6 +78,8 @@ class ServeOptions(RangeChecks):
       allowed_host: further names of this machine that clients may use; at 0.0.0.0 any
         IP address is one.
       grace: seconds that open requests have when the server is stopped.
+      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
+        int8-layers or int4-layers (tables as they are); None: as they are stored.
       mesh: devices of each model.
     """
 
@@ -100,6 +102,7 @@ class ServeOptions(RangeChecks):
     cors: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
     grace: NonNegativeFloat = 30.0
+    weights: WeightDtype | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
 
@@ -165,7 +168,9 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     from recurjax.serving.worker import Worker
 
     mesh = reading_mesh(options.mesh)
-    loaded = load_run(path, mesh=mesh, report=_tell)
+    loaded = load_run(
+        path, mesh=mesh, weights=options.weights or "stored", report=_tell
+    )
     template = load_template(
         path / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
     )

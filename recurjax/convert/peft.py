@@ -197,7 +197,7 @@ def _read(keys: dict[str, Any], file: Path) -> tuple[int, float]:
             f"and not {listed}: merge these adapters with PEFT and import the model"
         )
     rank, alpha = keys.get("r"), keys.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{file} must have r and lora_alpha, got {rank} and {alpha}")
     return rank, float(alpha)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.experimental.layout import Format, Layout
 
@@ -90,6 +91,9 @@ def _map_weights(apply: Callable[[Any, Any, Layout | None], Any], model: Decoder
 
     def cast(path: Any, leaf: Any) -> Any:
         name = parameter_name(path)
+        # A quantized weight's integers stay; its product dequantizes them.
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return apply(leaf, leaf.dtype, None)
         # The table of parameters says which are weights, not the array's rank.
         dtype = model.config.dtype if rule_of(name).is_weight else leaf.dtype
         return apply(leaf, dtype, layout_of(name, leaf.ndim))

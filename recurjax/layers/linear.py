@@ -1,5 +1,6 @@
 """The linear map of the last axis, and weights that are more than an array."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -81,13 +82,115 @@ class AdaptedWeight:
         return LowRank(self.lora_a, self.lora_b, scale=self.scale)
 
 
-Weight = Array | nnx.Param | AdaptedWeight
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """A weight as integers with a scale for each group of inputs of each output.
+
+    W = values * scales, with each scale repeated over its group. Like `AdaptedWeight`
+    it takes the place of W's array in a Param, also of an adapted one's.
+
+    Attributes:
+      values: int8 or int4, in W's shape.
+      scales: float32; the axes of the inputs have become one axis of G groups.
+      first: the first axis of the inputs, counted from behind.
+      inputs: how many axes they are.
+    """
+
+    values: Any
+    scales: Any
+    first: int = field(metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of W."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the scales, in which W is exact."""
+        return self.scales.dtype
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.scales.shape[self.first + self.inputs - 1]
+
+    @property
+    def T(self) -> "QuantizedWeight":  # noqa: N802
+        """The matrix of a table."""
+        return QuantizedWeight(
+            values=self.values.T, scales=self.scales.T, first=-2, inputs=1
+        )
+
+    def __getitem__(self, index: Any) -> "QuantizedWeight":
+        if index is ...:
+            return self
+        return replace(self, values=self.values[index], scales=self.scales[index])
+
+    def reshape(self, *shape: int) -> "QuantizedWeight":
+        """Flattens the axes of a matrix to inputs and outputs."""
+        return QuantizedWeight(
+            values=self.values.reshape(*shape),
+            scales=self.scales.reshape(self.groups, -1),
+            first=-2,
+            inputs=1,
+        )
+
+    def astype(self, dtype: Any) -> Array:
+        """Computes W in a dtype; a product that reads it fuses this."""
+        shape, at = self.shape, len(self.shape) + self.first
+        groups = (*shape[:at], self.groups, -1, *shape[at + self.inputs :])
+        wide = jnp.promote_types(dtype, self.dtype)
+        scales = jnp.expand_dims(self.scales, at + 1)
+        whole = self.values.reshape(groups).astype(wide) * scales
+        return whole.reshape(shape).astype(dtype)
+
+
+INT4_GROUP = 64
+"""Inputs that share a scale where values have four bits."""
+
+
+def quantize(
+    weight: Float[Array, "..."], *, bits: int, first: int, inputs: int
+) -> QuantizedWeight:
+    """Rounds a weight to integers: 8 bits by output, 4 bits in groups of 64 inputs.
+
+    The largest of a group becomes 127 or 7. Axes are those of `QuantizedWeight`; the
+    number of inputs is a multiple of 64 where bits are 4.
+    """
+    shape, at = weight.shape, weight.ndim + first
+    N = math.prod(shape[at : at + inputs])
+    group = N if bits == 8 else INT4_GROUP
+    largest = 2 ** (bits - 1) - 1
+    outer, rest = shape[:at], shape[at + inputs :]
+    grouped = weight.astype(jnp.float32).reshape(*outer, N // group, group, *rest)
+    scales = jnp.max(jnp.abs(grouped), axis=at + 1) / largest
+    scales = jnp.where(scales > 0, scales, 1.0)
+    values = jnp.round(grouped / jnp.expand_dims(scales, at + 1))
+    return QuantizedWeight(
+        values=values.astype(f"int{bits}").reshape(shape),
+        scales=scales,
+        first=first,
+        inputs=inputs,
+    )
+
+
+Weight = Array | nnx.Param | AdaptedWeight | QuantizedWeight
 """What a linear map multiplies by."""
+
+
+def is_composed(node: Any) -> bool:
+    """Says whether a node of a tree is a weight that is more than an array."""
+    return isinstance(node, AdaptedWeight | QuantizedWeight)
 
 
 def plain(weight: Weight) -> Array:
     """Returns a weight as one array: W, or W + s A B in at least float32."""
     weight = weight[...]
+    if isinstance(weight, QuantizedWeight):
+        return weight.astype(weight.dtype)
     if not isinstance(weight, AdaptedWeight):
         return weight
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
@@ -119,7 +222,7 @@ def linear(
 
 def base_and_additions(
     weight: Weight, addition: LowRank | None
-) -> tuple[Array, tuple[LowRank, ...]]:
+) -> tuple[Array | QuantizedWeight, tuple[LowRank, ...]]:
     """Returns W and what is added to x W: the caller's addition, an adapter's."""
     value = weight[...]
     additions = () if addition is None else (addition,)
@@ -177,7 +280,22 @@ def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
     return x.ndim > 2 and x.shape[1] == 1 and uncopied_weights.pay_off()
 
 
-def _product(x: Array, weight: Array) -> Array:
+def product_in(x: Array, weight: Array | QuantizedWeight, dtype: Any) -> Array:
+    """Computes x W in a dtype at least as wide as x's, which it is summed in."""
+    scale = None
+    if isinstance(weight, QuantizedWeight) and weight.groups == 1:
+        weight, scale = weight.values, weight.scales[0]
+    y = jnp.einsum(
+        "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
+    )
+    return y if scale is None else y * scale.astype(dtype)
+
+
+def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
+    # One scale an output multiplies the product, and no weight.
+    if isinstance(weight, QuantizedWeight) and weight.groups == 1:
+        y = _product(x, weight.values)
+        return (y * weight.scales[0]).astype(x.dtype)
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).

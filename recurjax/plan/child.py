@@ -379,9 +379,14 @@ def device_bytes(tree: Any) -> int:
     """Sums the bytes that the leaves of a tree take on one device."""
     return sum(
         # A replicated leaf has its full shape on every device.
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * _bits(leaf.dtype) // 8
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _bits(dtype: Any) -> int:
+    # numpy has a byte for each number of four bits, XLA half of one.
+    return 4 if dtype == "int4" else 8 * dtype.itemsize
 
 
 if __name__ == "__main__":

@@ -104,11 +104,13 @@ def test_adapters_of_peft_compute_the_same_and_go_back_to_the_bit(base, tmp_path
     ids = np.random.default_rng(1).integers(20, size=(2, 9)).astype(np.int32)
     np.save(tmp_path / "ids.npy", ids)
 
+    python = PYTHON
+
     def reference(what: str, folder: Path) -> np.ndarray:
         script = Path(__file__).with_name("peft_reference.py")
         out = tmp_path / f"{what}.npy"
         words = [what, base / "hf", folder, tmp_path / "ids.npy", out]
-        subprocess.run([PYTHON, script, *map(str, words)], check=True)
+        subprocess.run([python, script, *map(str, words)], check=True)
         return np.load(out)
 
     want = reference("make", tmp_path / "peft")

@@ -49,6 +49,7 @@ USAGE = """usage: recurjax convert COMMAND SOURCE OUT [options]
   recurjax convert to-recurformer RUN OUT
   recurjax convert to-transformer RUN OUT
   recurjax convert merge RUN OUT                         adapters into their base
+  recurjax convert quantize RUN OUT --weights int8       weights of 8 or 4 bits
   recurjax convert from-peft ADAPTERS OUT --base RUN     adapters of PEFT, and back
   recurjax convert to-peft RUN OUT
 
@@ -177,6 +178,24 @@ class Merge(RangeChecks):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Quantize(RangeChecks):
+    """Makes a run whose weights are integers, for reading and for training adapters.
+
+    Attributes:
+      run: the run directory.
+      out: the new run directory; it appears whole or not at all.
+      weights: int8, a scale for each output; int4, one for each 64 inputs, embeddings
+        and head in int8; with -layers, embeddings and head stay in float32.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    weights: Literal["int8", "int4", "int8-layers", "int4-layers"]
+    step: NonNegativeInt | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FromPeft:
     """Makes a run of adapters of the files that PEFT saves.
 
@@ -224,6 +243,7 @@ def run(argv: list[str]) -> int:
         "to-recursive": run_to_recursive,
         "to-transformer": run_to_transformer,
         "merge": _merge,
+        "quantize": _quantize,
         "from-peft": _from_peft,
         "to-peft": _to_peft,
     }
@@ -386,6 +406,17 @@ def _merge(argv: list[str]) -> int:
     loaded = load_run(options.run, step=options.step, report=_say)
     write_changed_run(options.out, loaded, loaded.model, lambda folder: None)
     print(f"{options.out}: the model of step {loaded.step}")
+    return 0
+
+
+def _quantize(argv: list[str]) -> int:
+    options = parse(Quantize, argv, prog="recurjax convert quantize")
+    refuse_existing(options.out)
+    loaded = load_run(
+        options.run, step=options.step, weights=options.weights, report=_say
+    )
+    write_changed_run(options.out, loaded, loaded.model, lambda folder: None)
+    print(options.out)
     return 0
 
 

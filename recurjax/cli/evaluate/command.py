@@ -226,7 +226,13 @@ def _evaluate(
     # What can be refused without the model is refused before it is loaded.
     measure = prepare(options)
     mesh = reading_mesh(options.devices)
-    loaded = load_run(options.run, step=options.step, mesh=mesh, report=log)
+    loaded = load_run(
+        options.run,
+        step=options.step,
+        mesh=mesh,
+        weights=options.weights or "stored",
+        report=log,
+    )
     if options.loops is not None:
         loaded = loaded._replace(model=with_loops(loaded.model, options.loops))
     # A run that is read-only, of somebody else, can be evaluated too.

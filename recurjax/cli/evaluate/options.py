@@ -14,6 +14,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.rows import Row
+from recurjax.model import WeightDtype
 from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
 from recurjax.sharding import MeshConfig
 from recurjax.training.run import LoadedRun
@@ -35,12 +36,15 @@ class Evaluation:
       step: of the checkpoint; None: the newest.
       loops: of a recursive model: score its first loops alone, or more than it was
         trained with, which run its block again.
+      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
+        int8-layers or int4-layers (tables as they are); None: as they are stored.
       json: also write the JSON to this file.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
     step: NonNegativeInt | None = None
     loops: PositiveInt | None = None
+    weights: WeightDtype | None = None
     json: Path | None = None
 
     # Checked before a model is read, not after an hour of scoring.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -35,7 +35,7 @@ from recurjax.files.atomic import make_folders, write_atomic
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.storage import url_of
 from recurjax.machine.process_group import SharedError
-from recurjax.model import Decoder, ModelConfig, in_weight_dtype
+from recurjax.model import Decoder, ModelConfig, WeightDtype, in_weight_dtype
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.agreement import every_process, first_process
@@ -266,6 +266,7 @@ def load_run(
     *,
     step: int | None = None,
     mesh: Mesh | None = None,
+    weights: WeightDtype | Literal["stored"] | None = None,
     report: Callable[[str], None] = print,
 ) -> LoadedRun:
     """Loads a run's model from its newest good checkpoint.
@@ -274,6 +275,8 @@ def load_run(
       path: the run directory; one in a bucket is copied for the time of this call.
       step: the checkpoint of this step instead.
       mesh: where to lay the parameters out; None: on one device.
+      weights: in which dtype; "stored": as the checkpoint has them; None: so too, but
+        integers as float32, which every caller can read.
       report: gets a sentence for each checkpoint that is damaged.
 
     Raises:
@@ -285,7 +288,11 @@ def load_run(
             while True:
                 try:
                     return load_run(
-                        copy.folder, step=step, mesh=mesh, report=report_once
+                        copy.folder,
+                        step=step,
+                        mesh=mesh,
+                        weights=weights,
+                        report=report_once,
                     )
                 except NoGoodCheckpoint:
                     if not copy.fetch_older():
@@ -294,15 +301,22 @@ def load_run(
         # One device where nothing else is asked for.
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     run = load_saved(path, step=step, mesh=mesh, report=report)
-    if run.experiment.training.adapters is None:
-        return run
+    if run.experiment.training.adapters is not None:
+        run = _merged(run, mesh, report)
+    stored = run.model.config.weight_dtype
+    if weights is None:
+        weights = "float32" if stored.startswith("int") else stored
+    model = in_weight_dtype(run.model, stored if weights == "stored" else weights)
+    experiment = dataclasses.replace(run.experiment, model=model.config)
+    return run._replace(experiment=experiment, model=model)
+
+
+def _merged(run: LoadedRun, mesh: Mesh, report: Callable[[str], None]) -> LoadedRun:
     # What is read is the plain model that the adapters make of their base.
     base, _ = load_start(run.experiment, mesh, report, base=run.base)
     model = merged(whole_model(run.model, _adapted(run.experiment, base)))
     training = dataclasses.replace(run.experiment.training, adapters=None)
-    experiment = dataclasses.replace(
-        run.experiment, model=model.config, training=training
-    )
+    experiment = dataclasses.replace(run.experiment, training=training)
     return run._replace(experiment=experiment, model=model, base=None)
 
 
@@ -517,7 +531,7 @@ def load_start(
     start = experiment.training.start_from
     assert start is not None
     step = None if base is None else base["step"]
-    run = load_run(start, step=step, mesh=mesh, report=report)
+    run = load_run(start, step=step, mesh=mesh, weights="stored", report=report)
     if base is None:
         report(f"starting from the parameters of {start} at step {run.step}")
     elif base["digest"] != run.digest:

@@ -1,0 +1,123 @@
+"""Weights as integers: what they round to, and every variant on them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.adapters import AdapterConfig, merged, with_adapters
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig, project
+from recurjax.layers.attention.heads import merge
+from recurjax.layers.linear import linear, plain, quantize
+from recurjax.layers.mlp import MlpConfig
+from recurjax.model import ModelConfig, in_weight_dtype
+from recurjax.parameters import parameter_name
+from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.training.run import load_run
+from recurjax.variants.transformer import TransformerConfig
+from tests.cli.commands import recurjax
+from tests.test_adapters import EVERY, base_of, plain_logits
+from tests.tolerances import assert_values_close
+from tests.training.tiny_experiment import drawn
+
+draw = np.random.default_rng(0).normal
+
+
+@pytest.mark.parametrize(("bits", "groups", "step"), [(8, 1, 127), (4, 2, 7)])
+def test_values_are_within_half_a_step(bits, groups, step):
+    weight = draw(size=(3, 128, 2, 5)).astype(np.float32)
+    result = quantize(jnp.asarray(weight), bits=bits, first=-3, inputs=1)
+    assert result.values.dtype == f"int{bits}" and result.shape == weight.shape
+    assert result.scales.shape == (3, groups, 2, 5)
+    largest = np.abs(weight.reshape(3, groups, -1, 2, 5)).max(2)
+    error = np.abs(np.asarray(plain(result)) - weight).reshape(3, groups, -1, 2, 5)
+    assert np.all(error.max(2) <= largest / step / 2 * 1.001)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_read_them_as_their_matrices(bits):
+    x = jnp.asarray(draw(size=(2, 3, 64)), jnp.float32)
+    y = jnp.asarray(draw(size=(2, 3, 2, 64)), jnp.float32)
+    flat, wide, back = (
+        quantize(jnp.asarray(draw(size=shape)), bits=bits, first=first, inputs=inputs)
+        for shape, first, inputs in (
+            ((64, 6), -2, 1),
+            ((64, 2, 4), -3, 1),
+            ((2, 64, 6), -3, 2),
+        )
+    )
+    for function, argument, weight in (
+        (linear, x, flat),
+        (project, x, wide),
+        (merge, y, back),
+    ):
+        got, want = function(argument, weight), function(argument, plain(weight))
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_variant_computes_as_with_the_rounded_weights(variant):
+    model = in_weight_dtype(base_of(variant), "int8")
+    paths = jax.tree_util.tree_leaves_with_path(model)
+    integers = [parameter_name(p) for p, x in paths if x.dtype == jnp.int8]
+    assert "w_embedding.values" in integers and len(integers) > 5
+    got = plain_logits(model)
+    assert_values_close(got, plain_logits(in_weight_dtype(model, "float32")))
+
+
+def test_a_mesh_changes_nothing():
+    model = in_weight_dtype(base_of("transformer"), "int8")
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
+    placed = jax.device_put(model, shardings(model, mesh))
+    with jax.set_mesh(mesh):
+        assert_values_close(plain_logits(placed), plain_logits(model))
+
+
+def test_adapters_of_a_quantized_base_merge_in_float32():
+    base = in_weight_dtype(base_of("transformer"), "int8")
+    model = with_adapters(base, AdapterConfig(rank=2), jax.random.key(0))
+    whole = merged(model)
+    assert whole.config.weight_dtype == "float32"
+    assert_values_close(plain_logits(whole), plain_logits(model))
+
+
+def test_a_run_of_four_bits_is_written_read_and_expanded(tmp_path):
+    model = drawn(
+        ModelConfig(
+            vocabulary=257,
+            stack=TransformerConfig(
+                layers=2,
+                width=64,
+                attention=AttentionConfig(heads=4, key_heads=2, head_width=16),
+                mlp=MlpConfig(width=64),
+            ),
+        ),
+        scale=0.2,
+    )
+    base = tmp_path / "base"
+    write_run(
+        base, model, new_experiment(base, model.config, length=8), ByteTokenizer()
+    )
+    small = tmp_path / "small"
+    code, _, err = recurjax("convert", "quantize", base, small, "--weights", "int4")
+    assert code == 0, err
+    stored = load_run(small, weights="stored").model
+    want = in_weight_dtype(model, "int4")
+    jax.tree.map(np.testing.assert_array_equal, stored, want)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(stored)}
+    assert kinds == {"int4", "int8", "float32"}
+    expanded = load_run(small).model
+    assert expanded.config.weight_dtype == "float32"
+    jax.tree.map(
+        np.testing.assert_array_equal, expanded, in_weight_dtype(want, "float32")
+    )
+
+
+def test_int4_wants_widths_that_64_divides():
+    with pytest.raises(
+        UserError, match="int4 wants widths that 64 divides, and .* has"
+    ):
+        in_weight_dtype(base_of("transformer"), "int4")
