@@ -22,7 +22,7 @@ ORDER = (
     ("layers", "data", "sharding", "config_json"),
     ("variants",),
     ("model",),
-    ("losses", "exits", "adapters", "training.spikes", "training.agreement"),
+    ("losses", "exits", "training.spikes", "training.agreement"),
     ("objectives",),
     ("training.config", "training.objective", "training.optimizers"),
     ("experiment",),

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from recurjax.adapters import AdapterConfig, parse_adapters, with_adapters
 from recurjax.convert.formats.safetensors_files import SafetensorsFiles
 from recurjax.convert.hugging_face.names import hf_pieces
 from recurjax.convert.hugging_face.write_config import hf_keys
@@ -26,7 +25,9 @@ from recurjax.errors import UserError
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.model import ModelConfig
 from recurjax.parameters import from_nested_dict, rule_of, to_nested_dict
+from recurjax.surgery.adapters import with_adapters
 from recurjax.training.checkpoint.manifest import named, nested
+from recurjax.training.config import AdapterConfig, parse_adapters
 from recurjax.training.run import load_run, load_saved
 from recurjax.training.step import trained_part
 

@@ -1,9 +1,9 @@
 """Configs of training and evaluation: how long, in what batches, what to keep."""
 
+import math
 import re
 from dataclasses import dataclass, field
 
-from recurjax.adapters import ADAPTER_PARAMETERS, parse_adapters
 from recurjax.errors import UserError
 from recurjax.ranges import (
     LARGEST_BATCH,
@@ -16,6 +16,56 @@ from recurjax.ranges import (
     check_ranges,
 )
 from recurjax.training.spikes import SpikeConfig
+
+ADAPTER_PARAMETERS = r"\.lora_[ab]$"
+"""Matches the names of an adapter's parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig(RangeChecks):
+    """Which matrices of a stack get an adapter x W + s (x A) B, and how large.
+
+    Attributes:
+      rank: R; 0: no adapters.
+      alpha: s = alpha / R; None: R, so that s = 1.
+      names: of matrices, without w_: q, k, v, out, up, gate, down, or any other that
+        the stack has; (): attention's, the MLP's and Mamba's projections.
+      rank_stabilized: s = alpha / sqrt(R) (Kalajdzievski 2023).
+    """
+
+    rank: NonNegativeInt
+    alpha: PositiveFloat | None = None
+    names: tuple[str, ...] = ()
+    rank_stabilized: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What multiplies (x A) B."""
+        alpha, rank = self.alpha or float(self.rank), max(self.rank, 1)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def parse_adapters(text: str) -> AdapterConfig:
+    """Reads `lora:16`, `lora:16:32` or `rslora:16:32:q,v`.
+
+    Raises:
+      UserError: it has another form.
+    """
+    match = re.fullmatch(
+        r"(rs)?lora:([1-9]\d*)(?::(\d+(?:\.\d+)?)?(?::(\w+(?:,\w+)*))?)?", text
+    )
+    if match is None:
+        raise UserError(
+            "training.adapters must be lora:RANK[:ALPHA][:NAMES] or rslora:..., such "
+            f"as lora:16:32:q,v, got {text!r}"
+        )
+    stabilized, rank, alpha, names = match.groups()
+    return AdapterConfig(
+        rank=int(rank),
+        alpha=float(alpha) if alpha else None,
+        names=tuple(names.split(",")) if names else (),
+        rank_stabilized=stabilized is not None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from recurjax.adapters import parse_adapters, with_adapters
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
-from recurjax.training.config import TrainingConfig
+from recurjax.surgery.adapters import with_adapters
+from recurjax.training.config import TrainingConfig, parse_adapters
 from recurjax.training.objective import Objective
 from recurjax.training.optimizers import (
     OptimizerConfig,

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.adapters import AdapterConfig, merged, with_adapters
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
@@ -16,10 +15,12 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig, in_weight_dtype
 from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.surgery.adapters import merged, with_adapters
+from recurjax.training.config import AdapterConfig
 from recurjax.training.run import load_run
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import recurjax
-from tests.test_adapters import EVERY, base_of, plain_logits
+from tests.surgery.test_adapters import EVERY, base_of, plain_logits
 from tests.tolerances import assert_values_close
 from tests.training.tiny_experiment import drawn
 

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from recurjax.adapters import merged, parse_adapters, with_adapters
 from recurjax.data.tokenizers import Tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import (
@@ -38,8 +37,10 @@ from recurjax.machine.process_group import SharedError
 from recurjax.model import Decoder, ModelConfig, WeightDtype, in_weight_dtype
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.surgery.adapters import merged, with_adapters
 from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
+from recurjax.training.config import parse_adapters
 from recurjax.training.program import model_shapes, placed_shapes
 from recurjax.training.run.metrics import read_rows
 from recurjax.training.run.mirror import NO_STEP, fetched

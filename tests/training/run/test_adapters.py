@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from recurjax.adapters import merged
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.parameters import to_nested_dict
+from recurjax.surgery.adapters import merged
 from recurjax.training.checkpoint.manifest import named
 from recurjax.training.run import load_run
 from tests.cli.commands import recurjax

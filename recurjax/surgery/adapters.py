@@ -1,8 +1,6 @@
-"""Low-rank adapters of a frozen model: their config, adding them, merging them."""
+"""Low-rank adapters of a frozen model: adding them, merging them."""
 
 import math
-import re
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,61 +10,11 @@ from recurjax.errors import UserError
 from recurjax.layers.linear import AdaptedWeight, is_composed, plain
 from recurjax.model import Decoder, in_weight_dtype
 from recurjax.parameters import parameter_name, rule_of
-from recurjax.ranges import NonNegativeInt, PositiveFloat, RangeChecks
+from recurjax.training.config import AdapterConfig
 from recurjax.types import Array
-
-ADAPTER_PARAMETERS = r"\.lora_[ab]$"
-"""Matches the names of an adapter's parameters."""
 
 _NAMES = ("q", "k", "v", "out", "up", "gate", "down", "u", "z", "x", "back")
 """Attention's, the MLP's and Mamba's projections."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterConfig(RangeChecks):
-    """Which matrices of a stack get an adapter x W + s (x A) B, and how large.
-
-    Attributes:
-      rank: R; 0: no adapters.
-      alpha: s = alpha / R; None: R, so that s = 1.
-      names: of matrices, without w_: q, k, v, out, up, gate, down, or any other that
-        the stack has; (): attention's, the MLP's and Mamba's projections.
-      rank_stabilized: s = alpha / sqrt(R) (Kalajdzievski 2023).
-    """
-
-    rank: NonNegativeInt
-    alpha: PositiveFloat | None = None
-    names: tuple[str, ...] = ()
-    rank_stabilized: bool = False
-
-    @property
-    def scale(self) -> float:
-        """What multiplies (x A) B."""
-        alpha, rank = self.alpha or float(self.rank), max(self.rank, 1)
-        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
-
-
-def parse_adapters(text: str) -> AdapterConfig:
-    """Reads `lora:16`, `lora:16:32` or `rslora:16:32:q,v`.
-
-    Raises:
-      UserError: it has another form.
-    """
-    match = re.fullmatch(
-        r"(rs)?lora:([1-9]\d*)(?::(\d+(?:\.\d+)?)?(?::(\w+(?:,\w+)*))?)?", text
-    )
-    if match is None:
-        raise UserError(
-            "training.adapters must be lora:RANK[:ALPHA][:NAMES] or rslora:..., such "
-            f"as lora:16:32:q,v, got {text!r}"
-        )
-    stabilized, rank, alpha, names = match.groups()
-    return AdapterConfig(
-        rank=int(rank),
-        alpha=float(alpha) if alpha else None,
-        names=tuple(names.split(",")) if names else (),
-        rank_stabilized=stabilized is not None,
-    )
 
 
 def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:

@@ -7,16 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.adapters import (
-    ADAPTER_PARAMETERS,
-    AdapterConfig,
-    merged,
-    parse_adapters,
-    with_adapters,
-)
 from recurjax.errors import UserError
 from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.surgery.adapters import merged, with_adapters
+from recurjax.training.config import ADAPTER_PARAMETERS, AdapterConfig, parse_adapters
 from recurjax.training.step import trained_part, whole_model
 from recurjax.types import Tokens
 from tests.laws import B, draw_ids, in_pieces, quick, run
