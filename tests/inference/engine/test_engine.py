@@ -341,7 +341,11 @@ def test_requests_that_cannot_run_are_refused_in_a_sentence(engine, prompt, wish
         (RequestSettings, {"stop": ("",)}, "non-empty strings"),
         (EngineConfig, {"slots": 0}, r"EngineConfig\.slots: must be >= 1, got 0"),
         (EngineConfig, {"length": 0}, r"EngineConfig\.length: must be >= 1, got 0"),
-        (EngineConfig, {"states_gib": 1.0, "prefill": "sweeps:2"}, "only with prefill exact"),
+        (
+            EngineConfig,
+            {"states_gib": 1.0, "prefill": "sweeps:2"},
+            "only with prefill exact",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(kind, wish, said):
