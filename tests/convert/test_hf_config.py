@@ -201,6 +201,22 @@ PHI3 = {
     "sliding_window": 262144,
     "vocab_size": 32064,
 }
+PHI4_MINI = PHI3 | {
+    "vocab_size": 200064,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "partial_rotary_factor": 0.75,
+    "interpolate_factor": 1,
+    "full_attn_mod": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": {
+        "type": "longrope",
+        "long_factor": [1.0] * 48,
+        "short_factor": [1.0] * 48,
+    },
+}
 SMOLLM3 = {
     "hidden_size": 2048,
     "intermediate_size": 11008,
@@ -261,6 +277,7 @@ def read(keys, **changes):
         (GEMMA2, 2_614_341_888),
         (GEMMA3, 999_885_952),
         (PHI3, 3_821_079_552),
+        (PHI4_MINI, 3_836_021_760),
         (SMOLLM3, 3_075_098_624),
         (OLMO2, 1_484_916_736),
         (GPT2, 124_439_808),

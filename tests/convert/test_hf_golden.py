@@ -1,4 +1,7 @@
-"""Tiny Hugging Face models: what transformers computed, for every directory."""
+"""Tiny Hugging Face models: what transformers computed, for every directory.
+
+`python -m tests.convert.test_hf_golden` prints the table of recurjax/convert/README.md.
+"""
 
 import dataclasses
 import json
@@ -168,3 +171,26 @@ def head_of(architecture: str) -> str:
 
 def ids_of(array: np.ndarray) -> jax.Array:
     return jnp.asarray(array, jnp.int32)
+
+
+def print_table() -> None:
+    print("| family | parameters | logits | left-padded | the same likeliest token |")
+    print("|---|---|---|---|---|")
+    for case in CASES:
+        directory = case.values[0]
+        io, model = arrays(directory), from_hf(directory).model
+        logits = np.asarray(forward(model, ids_of(io["input_ids"])))
+        tokens = from_left_padding(io["input_ids"], io["leftpad_mask"])
+        padded = np.asarray(forward(model, tokens.ids))
+        padded = to_left_padding(padded, np.asarray(tokens.lengths))
+        real = io["leftpad_mask"] != 0
+        far = np.abs(logits - io["logits"]).max()
+        far_padded = np.abs(padded[real] - io["leftpad_logits"][real]).max()
+        alike = (logits.argmax(-1) == io["logits"].argmax(-1)).mean()
+        size = sum(leaf.size for leaf in jax.tree.leaves(model))
+        cells = [directory.name, f"{size:,}", f"{far:.1e}", f"{far_padded:.1e}"]
+        print("| " + " | ".join([*cells, f"{alike:.1%}"]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    print_table()
