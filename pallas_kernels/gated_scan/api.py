@@ -139,7 +139,7 @@ def queried_scan(
         )
     dispatch.check_kinds(op, floating={"queries": queries})
     if chunk is None or T % chunk:
-        raise ValueError(f"{op}: needs a multiple of chunk {chunk} positions, got {T}")
+        raise ValueError(f"{op}: T must be a multiple of chunk={chunk}, got {T}")
     lengths = _within(lengths, T)
     first = _zeros(gate, 2) if initial is None else tuple(initial)
     options = GatedScanOptions(chunk=chunk, blocks=blocks or BlockSizes())

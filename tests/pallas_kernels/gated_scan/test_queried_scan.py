@@ -228,8 +228,8 @@ def test_a_query_that_is_not_finite_spoils_its_own_head_alone():
         ({"queries": jnp.zeros((2, 11, 2, 16))}, r"needs queries \[2, 12, N, E\]"),
         ({"queries": jnp.zeros((2, 12, 32))}, r"N, E\] .* got \(2, 12, 32\)"),
         ({"keys": jnp.zeros((2, 12, 24))}, "queried_scan: needs keys of shape"),
-        ({"chunk": None}, "needs a multiple of chunk None"),
-        ({"chunk": 5}, "needs a multiple of chunk 5 positions, got 12"),
+        ({"chunk": None}, "T must be a multiple of chunk=None"),
+        ({"chunk": 5}, "T must be a multiple of chunk=5, got 12"),
         ({"chunk": 0}, "queried_scan: needs chunk of at least 1, got 0"),
     ],
 )
