@@ -142,3 +142,16 @@ def drawn_model(variant: str) -> Decoder:
     return jax.tree.map(
         lambda w: w + jnp.asarray(rng.normal(0, 0.05, w.shape), w.dtype), decoder
     )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_bfloat16_products_are_those_of_float32_rounded_once(rows):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, 1, 48)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(48, 16)), jnp.bfloat16)
+    y, back = jax.vjp(linear, x, w)
+    assert y.dtype == jnp.bfloat16 and y.shape == (rows, 1, 16)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-5)
+    dx, dw = back(y)
+    assert dx.shape == x.shape and dw.shape == w.shape
