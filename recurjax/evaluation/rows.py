@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import parse_json
 from recurjax.files.storage import open_store, url_of
 
@@ -47,15 +48,17 @@ class Row:
 
 
 def append_rows(run: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a run's file; a bucket's file is rewritten."""
-    lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
+    """Adds rows to a run's file: all of them, or none where the disk is full."""
+    lines = "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
     if (url := url_of(run)) is not None:
         store = open_store(url, write=True)
         before = b"" if store.size(FILE) is None else store.read(FILE)
-        store.write(FILE, before + "".join(lines).encode())
+        store.write(FILE, before + lines.encode())
         return
-    with (run / FILE).open("a", encoding="utf-8") as file:
-        file.writelines(lines)
+    file = run / FILE
+    before = file.read_bytes() if file.is_file() else b""
+    # Half a line at the end would make all rows unreadable.
+    write_atomic(file, before + lines.encode())
 
 
 def read_rows(run: Path) -> list[Row]:
