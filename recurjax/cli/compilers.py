@@ -35,7 +35,9 @@ def run(argv: list[str]) -> int:
             return 0
     # The last place is the user's own cache, or the one that was named.
     names = ", ".join(map(str, needed))
-    print(f"fetching {names} into {folders[-1]}", flush=True)
+    unknown = compilers.hashed(needed) is None
+    note = ", of which recurjax knows no checksums" if unknown else ""
+    print(f"fetching {names}{note} into {folders[-1]}", flush=True)
     folders[-1].expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     compilers.fetch(folders[-1], needed)
     return 0

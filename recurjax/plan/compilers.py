@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -100,21 +101,50 @@ def are_there(folder: Path, requirements: list[Requirement]) -> bool:
     )
 
 
+def hashed(requirements: list[Requirement]) -> list[str] | None:
+    """Returns pins with the SHA-256 of their wheels, as pip reads them.
+
+    None: of one of the packages no version that serves is in compilers.txt.
+    """
+    lines = (Path(__file__).with_suffix(".txt")).read_text().splitlines()
+    pins = []
+    for requirement in requirements:
+        fitting = [
+            line
+            for line in lines
+            if line.startswith(f"{requirement.name}==")
+            and line.split()[0].partition("==")[2] in requirement.specifier
+        ]
+        if not fitting:
+            return None
+        pins.append(fitting[-1])  # the newest
+    return pins
+
+
 def fetch(folder: Path, requirements: list[Requirement]) -> None:
     """Installs them into a folder, which then takes the place of what was there.
+
+    Wheels of the versions in compilers.txt must have the SHA-256 that stands there.
 
     Raises:
       UserError: pip is not here, or could not.
     """
     folder = folder.expanduser()
     # Without dependencies: jax itself must not come a second time.
-    words = ["--target", "", "--no-deps", *map(str, requirements)]
+    words = ["--target", "", "--no-deps"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     pip.append("--disable-pip-version-check")
     ahead = folder.absolute().with_name(f".{folder.name}.new")
     shutil.rmtree(ahead, ignore_errors=True)
-    with new_folder(ahead) as aside:
+    pins = hashed(requirements)
+    with new_folder(ahead) as aside, tempfile.TemporaryDirectory() as temporary:
         words[1] = str(aside)
+        if pins is None:
+            words += map(str, requirements)
+        else:
+            file = Path(temporary) / "compilers.txt"
+            file.write_text("\n".join(pins) + "\n")
+            words += ["--require-hashes", "--requirement", str(file)]
         done = subprocess.run(
             [*pip, *words], capture_output=True, text=True, check=False
         )

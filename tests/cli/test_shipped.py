@@ -6,8 +6,10 @@ import tomllib
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 import recurjax as package
 from recurjax.cli import doctor
@@ -182,6 +184,33 @@ def test_compilers_go_with_jax(tmp_path):
         (info / "METADATA").write_text(f"{about}Version: {version}\n")
     assert not compilers.are_there(folder, [libtpu, plugin, pjrt])
     assert compilers.are_there(folder, [plugin, pjrt])
+
+
+def test_compilers_of_known_versions_must_have_their_hashes(monkeypatch, tmp_path):
+    calls = []
+
+    def install(words, **options):
+        file = Path(words[-1])
+        calls.append((words, file.read_text() if file.is_file() else ""))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(compilers.subprocess, "run", install)
+    constraints = Path(package.__file__).parents[1] / "constraints.txt"
+    needed = compilers.wanted(constraints)
+    compilers.fetch(tmp_path / "known", needed)
+    [(words, pins)] = calls
+    assert words[-3:-1] == ["--require-hashes", "--requirement"]
+    assert pins.splitlines() == compilers.hashed(needed)
+    assert re.fullmatch(r"(\S+==\S+( --hash=sha256:[0-9a-f]{64})+\n){3}", pins)
+    # Each version that `make` pins has hashes, for all Pythons.
+    known = (constraints.parent / "recurjax" / "plan" / "compilers.txt").read_text()
+    for line in constraints.read_text().splitlines():
+        if line.startswith(("libtpu", "jax-cuda12-p")):
+            assert f"\n{line.partition(';')[0].strip()} --hash=" in known
+    later = [Requirement("libtpu==9.9")]
+    assert compilers.hashed(later) is None
+    compilers.fetch(tmp_path / "unknown", later)
+    assert calls[1][0][-1] == "libtpu==9.9"
 
 
 def test_doctor_says_which_backend_each_operation_takes(monkeypatch):
