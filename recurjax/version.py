@@ -7,6 +7,8 @@ from packaging.version import InvalidVersion, Version
 from recurjax.errors import UserError
 
 VERSION = "0.1.0"
+REPORTS = "the repository's issues"
+"""Where reports of errors and of holes go; SECURITY.md names the same place."""
 
 
 def refuse_newer(written_by: object, file: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recurjax.errors import UserError
 from recurjax.machine import compiled_programs, early_interrupt, host, process_group
-from recurjax.version import VERSION
+from recurjax.version import REPORTS, VERSION
 
 COMMANDS = {
     "train": "train an experiment, or resume it",
@@ -193,7 +193,7 @@ def _unforeseen(error: Exception) -> str:
     said = str(error).strip().partition("\n")[0][:300]
     return (
         f"stopped by an error of its own{place} ({type(error).__name__}: {said}): "
-        f"please report it with what the same command prints with {_DEBUG}"
+        f"please report it to {REPORTS} with what the same command prints with {_DEBUG}"
     )
 
 

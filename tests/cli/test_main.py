@@ -34,7 +34,8 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_that_asks_for_a_report(fai
     assert code == 70
     assert err == (
         "recurjax: stopped by an error of its own (JaxRuntimeError: INTERNAL: "
-        "something else): please report it with what the same command prints with "
+        "something else): please report it to the repository's issues with what the "
+        "same command prints with "
         "--debug\n"
     )
 
