@@ -754,7 +754,7 @@ def _ask(
         **{"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)},
         **{"root_path": "", "http_version": "1.1", "raw_path": path.encode()},
     }
-    asyncio.run(_application().asgi(scope, receive, send))
+    asyncio.run(application().asgi(scope, receive, send))
     status, text = sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
     if status >= 500:
         raise Failed(f"status {status}: {text[:300]!r}")
@@ -769,7 +769,7 @@ def _ask(
             raise Failed(str(event["error"]))
 
 
-def _application() -> Any:
+def application() -> Any:
     """Returns an application of a model whose text is "ab"."""
     from recurjax.exits import parse_rule
     from recurjax.inference.engine import Engine, EngineConfig

@@ -9,7 +9,7 @@ import ast
 from recurjax.cli.main import COMMANDS
 from recurjax.serving.bodies import CHAT_FIELDS, COMPLETION_FIELDS
 from tests.source_tree import ROOT, modules, tree_of
-from tests.trials.hostile_inputs import BODIES, DEVICE_ROOMS, HOST_ROOMS, _application
+from tests.trials.hostile_inputs import BODIES, DEVICE_ROOMS, HOST_ROOMS, application
 
 ROOMS = HOST_ROOMS | DEVICE_ROOMS
 READS = {
@@ -118,6 +118,7 @@ REASONS = {
         "machine.compiled_programs:_kind",
         "plan.child:_gpus",
         "plan.child:_stored",
+        "plan.compilers:hashed",
         "run_table:shipped_experiments",
         "serving.app:App._page",
         "training.run.run_lock:_born",
@@ -291,6 +292,6 @@ def test_every_field_of_a_request_is_in_a_body_that_is_spoilt():
 
 
 def test_every_route_that_takes_a_body_is_in_the_room():
-    routes = _application().asgi.routes
+    routes = application().asgi.routes
     posts = {route.path for route in routes if "POST" in (route.methods or ())}
     assert posts == BODIES.keys()
