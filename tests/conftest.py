@@ -14,17 +14,18 @@ os.environ["RECURJAX_CACHE"] = (
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-# An image made for GPUs often has no beartype. The checks take a quarter of the suite's
-# time: `make test` has them, `make test-slow` and `make test-torch` do without.
+# An image made for GPUs often has no beartype. `make test` has the checks, `make
+# test-slow` and `make test-torch` do without.
 SHAPES_CHECKED = (
     find_spec("beartype") is not None
     and os.environ.get("RECURJAX_TEST_SHAPES", "1") != "0"
 )
 if SHAPES_CHECKED:
-    install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")
+    from tests.shapes import install_shape_checks
+
+    install_shape_checks("recurjax", "pallas_kernels")
 
 # It asks XLA what it knows, which fixes the number of devices.
 from tests.compiling import all_compiled_quickly  # noqa: E402

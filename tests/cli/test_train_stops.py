@@ -178,6 +178,7 @@ def test_a_value_that_leaves_all_shapes_is_told(finished, tmp_path):
     assert_refused(answer, rf"checkpoint 12 .* does not fit .*: {where}")
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_saving_leaves_the_last_good_checkpoint(
     quick_compilation, tmp_path
 ):

@@ -97,6 +97,7 @@ def test_the_kernel_computes_what_the_reference_does(positions):
 
 
 # 56 columns do not divide the weights': a stage's last group has some of another's.
+@pytest.mark.slow
 def test_columns_that_two_groups_have_count_once():
     cut = choose_cut(LayerWidths(128, 128, 256), most=20, shared=SHARED)
     assert cut is not None and (cut.columns, cut.programs) == (56, 20)
