@@ -277,7 +277,7 @@ class ModelConfig:
       weight_dtype: of matrices and tables as they are stored: a model in bfloat16 takes
         half the memory, and is for reading and converting. int8: with a scale for each
         output; int4: matrices of layers with one for each 64 inputs, tables and head in
-        int8; with -layers, tables and head stay in float32. Training wants float32;
+        int8; with -layers, tables and head stay in float32. Training needs float32;
         norms, biases and other vectors have it always.
       hf_family: the `model_type` of the Hugging Face checkpoint that it was read from:
         as such it is written back. None: from none, any that fits.
@@ -512,7 +512,7 @@ def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
             width = math.prod(weight.shape[first : -len(rule.outputs)])
             if bits == 4 and width % INT4_GROUP:
                 raise UserError(
-                    f"int4 wants widths that {INT4_GROUP} divides, and {name} has "
+                    f"int4 needs widths that {INT4_GROUP} divides, and {name} has "
                     f"{width} inputs: use int8"
                 )
             return _quantize(weight, bits=bits, first=first, inputs=inputs)

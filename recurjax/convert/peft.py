@@ -133,7 +133,7 @@ def to_peft(path: Path, out: Path, *, report: Callable[[str], None] = print) -> 
     if training.adapters is None or training.train_only is not None:
         raise UserError(
             f"{path} trained {'more than' if training.adapters else 'no'} adapters: "
-            "to-peft wants a run of --training.adapters alone"
+            "to-peft needs a run of --training.adapters alone"
         )
     adapters = parse_adapters(training.adapters)
     arrays = {n: np.asarray(x) for n, x in named(to_nested_dict(run.model)).items()}
