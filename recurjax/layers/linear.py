@@ -139,7 +139,7 @@ class QuantizedWeight:
         )
 
     def astype(self, dtype: Any) -> Array:
-        """Computes W in a dtype; a product that reads it fuses this."""
+        """Computes W in a dtype."""
         shape, at = self.shape, len(self.shape) + self.first
         groups = (*shape[:at], self.groups, -1, *shape[at + self.inputs :])
         wide = jnp.promote_types(dtype, self.dtype)
