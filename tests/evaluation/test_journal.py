@@ -98,7 +98,7 @@ def test_answers_are_those_of_each_prompt_alone(model, tmp_path):
     again = Answerer(model=model, tokenizer=symbols, rows=2, report=done.append)
     assert again(questions, Journal(tmp_path / "answers.jsonl")) == texts
     assert done == [4]
-    with pytest.raises(UserError, match="needs a token"):
+    with pytest.raises(UserError, match="needs at least one token"):
         answerer([Question((), 1)])
 
 

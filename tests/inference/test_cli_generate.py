@@ -17,7 +17,7 @@ def loads(cycle, monkeypatch):
     """Replaces the run directory; records the requests to it."""
     calls = []
 
-    def load_run(path, *, step=None, mesh=None, report=print):
+    def load_run(path, *, step=None, mesh=None, weights="stored", report=print):
         calls.append((str(path), step))
         return SimpleNamespace(model=cycle(LETTERS), tokenizer=ByteTokenizer(), step=7)
 

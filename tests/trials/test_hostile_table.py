@@ -187,6 +187,9 @@ REASONS = {
         "training.run.run_directory:RunDirectory._frozen_before",
         "training.run.trackers:_ids",
     ],
+    "reads by the readers of the rooms `hf config` and `shards`": [
+        "convert.peft:from_peft",
+    ],
     "reads manifests as the room of manifests does": [
         "data.prepared.writing:_parts",
     ],

@@ -58,7 +58,7 @@ def test_a_run_may_be_all_warmup():
 
 
 def test_a_warmup_that_does_not_fit_the_run_is_named():
-    with pytest.raises(UserError, match=r"warmup_steps must lie .* = 20, got 21"):
+    with pytest.raises(UserError, match=r"warmup_steps must be .* = 20, got 21"):
         rates(Constant(warmup_steps=STEPS + 1))
     with pytest.raises(
         UserError, match=r"Constant\.warmup_steps: must be >= 0, got -1"
