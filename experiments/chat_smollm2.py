@@ -26,12 +26,12 @@ from recurjax.data.config import Conversations, DataConfig, TokenizerFile
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
+from recurjax.files.metric_rows import read_rows
 from recurjax.machine import host
 from recurjax.training.config import EvaluationConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Constant
 from recurjax.training.run import RunDirectory
-from recurjax.training.run.metrics import read_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

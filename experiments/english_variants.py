@@ -25,6 +25,7 @@ from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_figure
+from recurjax.files.metric_rows import read_rows
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import UNIT_VARIANCE
 from recurjax.layers.mlp import MlpConfig
@@ -36,7 +37,6 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import Interleaved, NextToken
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
-from recurjax.training.run.metrics import read_rows
 from recurjax.training.sweep import seeded, sweep_and_print
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,

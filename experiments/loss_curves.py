@@ -21,8 +21,8 @@ from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
 from recurjax.files.atomic import write_figure
+from recurjax.files.metric_rows import read_rows
 from recurjax.training.run import RunDirectory
-from recurjax.training.run.metrics import read_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,12 +21,12 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json
+from recurjax.files.metric_rows import read_rows
 from recurjax.losses.divergence import FrozenModel
 from recurjax.model import ModelConfig
 from recurjax.training.loop import train
 from recurjax.training.objective import Distilled, NextToken, Objective
 from recurjax.training.run import RunDirectory
-from recurjax.training.run.metrics import read_rows
 from recurjax.training.sweep import seeded
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,

@@ -17,13 +17,13 @@ from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
+from recurjax.files.metric_rows import read_rows
 from recurjax.machine import process_group
 from recurjax.model import count_parameters
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
-from recurjax.training.run.metrics import read_rows
 from recurjax.training.spikes import Diverged
 
 

@@ -32,6 +32,7 @@ from recurjax.experiment import (
 )
 from recurjax.files.atomic import make_folders, write_atomic
 from recurjax.files.json_files import json_text, read_json_object
+from recurjax.files.metric_rows import read_rows
 from recurjax.files.storage import url_of
 from recurjax.machine.process_group import SharedError
 from recurjax.model import Decoder, ModelConfig, WeightDtype, in_weight_dtype
@@ -42,7 +43,6 @@ from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
 from recurjax.training.config import parse_adapters
 from recurjax.training.program import model_shapes, placed_shapes
-from recurjax.training.run.metrics import read_rows
 from recurjax.training.run.mirror import NO_STEP, fetched
 from recurjax.training.spikes import SpikeConfig
 from recurjax.training.step import trained_part, whole_model
