@@ -189,8 +189,6 @@ def plot(runs: list[Experiment], options: Options, png: Path) -> None:
     by_tokens.set_xlabel("million tokens")
     by_tokens.set_ylabel("validation bits per byte")
     by_time.set_xlabel("hours")
-    for axes in (by_tokens, by_time):
-        axes.grid(alpha=0.3)
     by_tokens.legend(fontsize=8)
     write_figure(figure, png)
 

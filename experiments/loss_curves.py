@@ -88,7 +88,6 @@ def main(argv: list[str] | None = None) -> int:
     axes.set(xlabel="tokens", ylabel=f"{options.kind} {options.metric}")
     if options.log:
         axes.set_xscale("log")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     write_figure(figure, options.png)
     return 0

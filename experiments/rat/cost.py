@@ -91,8 +91,6 @@ def draw(rows: dict[str, list[MixerCost]], png: Path) -> None:
         two.loglog(LENGTHS, [cost.cache_bytes for cost in row], style, label=name)
     left.set(xlabel="T (tokens)", ylabel="training FLOPs a token, one mixer")
     two.set(xlabel="T (tokens)", ylabel="bytes of a row's cache, one layer")
-    for axes in (left, two):
-        axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     write_figure(figure, png)
 

@@ -112,7 +112,6 @@ def draw(points: list[ScalingPoint], png: Path) -> None:
             )
         axes.set_xlabel("N (positions)")
         axes.set_title(title)
-        axes.grid(alpha=0.3)
     figure.axes[0].legend()
     write_figure(figure, png)
 

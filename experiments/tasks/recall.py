@@ -277,7 +277,6 @@ def plot(
     axes.set_ylabel("score of chains" if task.startswith("hash_hop") else "accuracy")
     axes.set_ylim(-0.02, 1.02)
     axes.set_title(f"{task}, {seeds} seeds" if seeds > 1 else f"{task}, one seed")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     write_figure(figure, png)
 

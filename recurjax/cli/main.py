@@ -26,13 +26,19 @@ COMMANDS = {
     "plan": "compile for TPUs and GPUs that are not here: memory, bounds, cost",
     "data": "prepare token shards (recurjax data prepare)",
     "bench": "time a model's or an operation's passes",
+    "describe": "print a model's parameters, FLOPs and cache sizes",
+    "runs": "list run directories with step, loss, age and size",
+    "report": "write an HTML file that compares runs",
     "experiments": "list the experiments that come with recurjax",
     "new": "write an experiment into a file to edit",
     "compilers": "fetch the compilers that plan uses",
     "doctor": "what is here, what works, and why the rest does not",
 }
 
-_FOLDERS = {"card": "push.card", "new": "experiments.new"}
+_FOLDERS = {
+    **{"card": "push.card", "new": "experiments.new"},
+    **{name: f"inspect.{name}" for name in ("describe", "runs", "report")},
+}
 """Commands whose file is in another command's folder."""
 
 _INTERRUPTED = 130

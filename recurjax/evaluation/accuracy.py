@@ -275,7 +275,6 @@ def plot_by_slice(
         axes.set_ylabel("accuracy")
         # The same scale in every field, and room for curves that lie on 0 or 1.
         axes.set_ylim(-0.02, 1.02)
-        axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     write_figure(figure, png)
 

@@ -101,8 +101,7 @@ def plot_by_position(
         axes.plot(middles, losses, "o-", label=name, markersize=3, linewidth=1.2)
     axes.axvline(trained, color="gray", linestyle=":", label="length of training")
     axes.set_xlabel("position in the row (tokens)")
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(alpha=0.3)
+    axes.set_ylabel("loss (nats per token)")
     axes.legend(fontsize=8)
     write_figure(figure, png)
 

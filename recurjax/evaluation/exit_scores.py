@@ -244,8 +244,7 @@ def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
         # Dashed is what bounds the rules, and is none itself.
         style = "o--" if rule in ("static", "oracle") else "o-"
         axes.plot(*zip(*points, strict=True), style, label=rule, markersize=4)
-    axes.set(xlabel="loops a token (mean)", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="mean loops per token", ylabel="loss (nats per token)")
     axes.legend(fontsize=8)
     write_figure(figure, png)
 

@@ -98,7 +98,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     """Returns the rows; of figures that were measured twice the newest."""
     latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = (row.step, row.task, row.metric, row.limit, row.seed, _settings(row))
+        key = (row.step, row.task, row.metric, row.limit, row.seed, settings_of(row))
         latest.pop(key, None)  # so that the newest comes last
         latest[key] = row
     return list(latest.values())
@@ -118,7 +118,7 @@ def markdown(rows: Iterable[Row]) -> str:
         )
         lines.append(
             f"| {row.task} | {row.metric} | {row.value:.4f}{floor} | {error} | "
-            f"{row.n:,} | {row.step} | {_settings(row)} | {version} |"
+            f"{row.n:,} | {row.step} | {settings_of(row)} | {version} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -139,8 +139,8 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
     return mean, (spread / n) ** 0.5
 
 
-def _settings(row: Row) -> str:
-    # All that makes a figure another one: of rows alike in this the newest is shown.
+def settings_of(row: Row) -> str:
+    """Returns all that makes a figure another one: of equal ones the newest counts."""
     settings = dict(row.settings)
     if row.limit is not None:
         settings["limit"] = row.limit

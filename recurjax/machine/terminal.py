@@ -1,6 +1,7 @@
-"""A model's text on a terminal, which takes some characters for commands."""
+"""Text on a terminal: columns, and a model's text, whose control characters act."""
 
 import sys
+from collections.abc import Collection, Sequence
 
 # Escape sequences move the cursor, rename windows and answer as if somebody typed.
 _SHOWN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -15,3 +16,21 @@ def write(text: str) -> None:
     sys.stdout.write(text.translate(_SHOWN) if sys.stdout.isatty() else text)
     # Python would hold short pieces back until a line is full.
     sys.stdout.flush()
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """Returns rows of cells as lines of columns two spaces apart.
+
+    Args:
+      rows: with as many cells each.
+      right: the columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

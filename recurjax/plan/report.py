@@ -110,7 +110,6 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
         f"{topology.name}: {hardware.flops / 1e12:.0f} TFLOP/s, "
         f"{hardware.memory_bandwidth / 1e9:,.0f} GB/s"
     )
-    axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     write_figure(figure, file, dpi=130)

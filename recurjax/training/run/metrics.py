@@ -101,7 +101,7 @@ def device_memory() -> dict[str, float]:
 
 
 def plot_losses(metrics: Path, png: Path) -> None:
-    """Draws training and validation loss, in nats a token, over steps.
+    """Draws training and validation loss, in nats per token, over steps.
 
     Args:
       metrics: a run's metrics.jsonl.
@@ -110,18 +110,19 @@ def plot_losses(metrics: Path, png: Path) -> None:
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
     rows = read_rows(metrics).rows
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(5.5, 3.4), layout="constrained")
     axes = figure.subplots()
-    for kind, style in (("train", "-"), ("validation", "o-")):
+    for kind, color, style in (("train", "0.6", "-"), ("validation", "C0", "o-")):
         points = [(r["step"], r.get("loss")) for r in rows if r["kind"] == kind]
         # null: a loss that was not finite leaves a gap.
-        points = [point for point in points if point[1] is not None]
+        points = [(x, math.nan if loss is None else loss) for x, loss in points]
         if points:
+            label = kind
+            if kind == "validation":
+                label += f" ({points[-1][1]:.4f} at step {points[-1][0]:,})"
             steps, losses = zip(*points, strict=True)
-            axes.plot(steps, losses, style, label=kind, markersize=4, linewidth=1.2)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(alpha=0.3)
+            axes.plot(steps, losses, style, color=color, label=label, markersize=4)
+    axes.set(xlabel="training step", ylabel="cross-entropy loss (nats per token)")
     if axes.lines:
-        axes.legend()
+        axes.legend(frameon=False)
     write_figure(figure, png)
