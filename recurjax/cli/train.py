@@ -128,7 +128,7 @@ def _with_fitting_warmup(
         return experiment
     shorter = round(warmup * steps / full)
     print(
-        f"{steps} steps instead of {full}: the warm-up is {shorter} steps instead of "
+        f"{steps} steps instead of {full}: the warm-up takes {shorter} instead of "
         f"{warmup} (--schedule.warmup-steps sets it)"
     )
     schedule = dataclasses.replace(experiment.schedule, warmup_steps=shorter)

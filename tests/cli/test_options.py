@@ -149,7 +149,7 @@ def test_fewer_steps_shorten_the_warm_up_in_proportion(capsys):
         return fitting.schedule.warmup_steps
 
     assert warmup("--training.steps", "45") == 4
-    line = "45 steps instead of 450: the warm-up is 4 steps instead of 40"
+    line = "45 steps instead of 450: the warm-up takes 4 instead of 40"
     assert line in capsys.readouterr().out
     assert warmup("--training.steps=10") == 1
     assert warmup("--training.steps", "900") == warmup() == 40

@@ -94,7 +94,7 @@ IN_ROOMS = {
         "training.run.run_directory:_look",
     ],
     "metrics": [
-        "training.run.metrics:read_rows",
+        "files.metric_rows:read_rows",
         "training.run.run_directory:RunDirectory.rewind",
     ],
     "lock": [
@@ -187,6 +187,11 @@ REASONS = {
         "training.run.run_directory:RunDirectory._frozen_before",
         "training.run.trackers:_ids",
     ],
+    "shows a run's files, without what is damaged: tests/cli/test_inspect.py": [
+        "cli.inspect.report:_samples",
+        "cli.inspect.report:_starts",
+        "cli.inspect.runs:_progress",
+    ],
     "reads by the readers of the rooms `hf config` and `shards`": [
         "convert.peft:from_peft",
     ],
@@ -227,6 +232,9 @@ OF_COMMANDS = {
 WITHOUT_ROOM = {
     "push": "reads a run as `card` does, and sends it to the Hub",
     "compilers": "fetches packages by pip, of which hashes are checked",
+    "describe": "reads a config by `read_experiment`, which the room of configs spoils",
+    "runs": "shows a run's files, without what is damaged: tests/cli/test_inspect.py",
+    "report": "shows a run's files, without what is damaged: tests/cli/test_inspect.py",
 }
 
 
