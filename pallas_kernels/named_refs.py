@@ -14,7 +14,7 @@ def by_name(kind: type[Named], refs: Sequence[Any], **counts: int) -> Named:
       kind: the NamedTuple.
       refs: inputs, then outputs, then scratch, as Pallas gives them.
       counts: number of references of the fields that hold a tuple of them, which may be
-      0; every other field holds one.
+        0; every other field holds one.
     """
     rest = iter(refs)
     fields: Any = kind._fields  # type: ignore[attr-defined]

@@ -272,7 +272,7 @@ class ModelConfig:
         sqrt(D) (Gemma).
       logit_soft_cap: c in c tanh(logit / c), or None.
       row_decoder: whether there are parameters that reconstruct a full row from its
-      last state; only the objective `Compress` uses them.
+        last state; only the objective `Compress` uses them.
       dtype: of activations and matrix products.
       weight_dtype: of matrices and tables as they are stored: a model in bfloat16 takes
         half the memory, and is for reading and converting. int8: with a scale for each

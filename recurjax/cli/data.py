@@ -62,7 +62,7 @@ class PrepareOptions(CorpusOptions):
 
     Attributes:
       out: the new directory, also of a bucket; it appears complete or not at all. The
-      same command continues a stopped preparation after its last full shard.
+        same command continues a stopped preparation after its last full shard.
       validation_fraction: the last share of the bytes, kept for validation.
       shard_tokens: tokens in one file.
       max_tokens: stops after the document that reaches this number; default: the full

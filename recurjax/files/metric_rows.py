@@ -25,16 +25,16 @@ def read_rows(file: Path) -> MetricRows:
     A power cut can leave zeros, a disk another byte: that costs its line and no other.
     """
     rows, damaged = [], 0
-    # Not splitlines: a byte may have become another that ends lines.
-    # The last piece is empty, or what a kill cut off.
+    # Not splitlines: a damaged byte may have become another that ends lines. The last
+    # piece is empty, or what a kill cut off.
     *lines, last = file.read_bytes().split(b"\n")
     for line in lines:
         row = _row(line)
         if row is None:
             damaged += 1
         else:
-            # A last row without its line break may still be complete.
             rows.append(row)
+    # A last row without its line break may still be complete.
     if (row := _row(last)) is not None:
         rows.append(row)
     return MetricRows(rows, damaged)

@@ -29,7 +29,7 @@ class Wanted:
       model: its name.
       max_tokens: None: as many as the slot has room for.
       top_logprobs: the most likely tokens returned at each position; None: no
-      probabilities.
+        probabilities.
       token_ids: return them next to the text.
       exits: tell by which loop each piece of it left.
       threshold: of the server's exit rule; None: the rule's own.

@@ -247,7 +247,7 @@ def record_heads(
 
     Args:
       chosen: for each layer key heads, whose values are recorded, and query heads,
-      whose outputs are; a key head may be named more than once.
+        whose outputs are; a key head may be named more than once.
     """
     stack = base.stack
     assert isinstance(stack, TransformerStack)

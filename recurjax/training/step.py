@@ -74,7 +74,7 @@ def train_step(
         the gradient is that of the mean over the full batch's counted targets.
       train_only: a pattern of the names of what is trained; None: everything.
       data_changes: steps at which the data change (a mixture's weights); later losses
-      are not compared with earlier ones.
+        are not compared with earlier ones.
 
     Returns:
       The next state, and metrics: the objective's own, `gradient_norm` (of what is
@@ -138,8 +138,8 @@ def _gradient(
 
     Args:
       counts: of an objective that is the mean of several means: the targets of each. It
-      is then called with `shares`, the fractions of the full batch's targets that a
-      part has, by which it multiplies the part's means. None: it is one mean.
+        is then called with `shares`, the fractions of the full batch's targets that a
+        part has, by which it multiplies the part's means. None: it is one mean.
     """
     differentiate = jax.value_and_grad(objective, has_aux=True)
     if accumulation == 1:

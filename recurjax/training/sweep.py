@@ -140,7 +140,7 @@ def sweep(
       console: reports each run as `train` does, and the message of one that diverged.
         The next call tries such a run again, from its last checkpoint.
       seeds: how many runs of each, see `seeded`. The seed changes last, so that a table
-      of one seed is complete first.
+        of one seed is complete first.
 
     Returns:
       One entry a run; None when a run was stopped: the same call goes on from there.

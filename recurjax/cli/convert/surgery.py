@@ -90,7 +90,7 @@ class ToRecurFormer:
       out: the new run directory; it appears complete or not at all.
       beta: share of the heads to replace, from 0 to 1.
       scope: heads: the most recent of the full model; groups: complete groups of a key
-      head, which frees caches under grouped queries; layer: as many in each layer.
+        head, which frees caches under grouped queries; layer: as many in each layer.
       window: how far back counts as recent, as a share of the text's length.
       threshold: a head is recent in a text where its ratio exceeds this.
       samples: texts to measure on; None: until four looks in a row, one after every 16

@@ -43,7 +43,7 @@ class SafetensorsFiles:
 
         Raises:
           UserError: a file is incomplete, its header is wrong, or two hold the same
-          name.
+            name.
         """
         self.where = where
         self.tensors: dict[str, TensorInfo] = {}

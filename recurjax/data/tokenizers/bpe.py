@@ -22,7 +22,7 @@ class TrainingPart:
     Attributes:
       share: of the corpus, or of `used_bytes`, that is not validation; 0 to 1.
       used_bytes: bytes of text, at least, that will be used of the corpus; None: all of
-      it, and the share is of its size on disk.
+        it, and the share is of its size on disk.
     """
 
     share: float = 1.0

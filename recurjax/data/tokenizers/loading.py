@@ -222,7 +222,7 @@ def build_tokenizer(
       corpus: is read by a BPE only.
       validation_fraction: the share at the end that a BPE does not look at.
       used_bytes: bytes of text, at least, that will be tokenized from the start of the
-      corpus; the share is of those. None: all.
+        corpus; the share is of those. None: all.
 
     Raises:
       UserError: it cannot be loaded, or the corpus does not serve to train it.

@@ -106,8 +106,8 @@ class Engine:
           eos: without a tokenizer, the token that ends a request.
           exit_head: of the exit rule "head".
           mesh: of the model; its data and fsdp axes shard the slots if they divide
-          them. Each process must make the same calls in the same order, and gets all
-          tokens. None: one device.
+            them. Each process must make the same calls in the same order, and gets all
+            tokens. None: one device.
 
         Raises:
           UserError: the model reads no prompts in this way, has fewer positions than

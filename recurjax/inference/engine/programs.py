@@ -70,7 +70,7 @@ class Programs:
           slots: how many.
           head: of a strategy whose rule needs one.
           mesh: of the model; its data and fsdp axes shard the slots if they divide
-          them. None: one device.
+            them. None: one device.
         """
         self.compile_seconds = 0.0
         self._model, self._config, self._strategy = model, config, strategy

@@ -283,7 +283,7 @@ def attend_to_cache(
 
     Raises:
       ValueError: there are more tokens than slots, and the cache is not a ring that
-      holds a full window.
+        holds a full window.
     """
     written = write(cache, k, v, lengths)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "bias": bias}

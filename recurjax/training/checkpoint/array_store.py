@@ -39,8 +39,8 @@ class ArrayStore:
 
         Args:
           apart: whether the processes of a run have folders of their own. Then each
-          writes a complete step there, with only its own part of the arrays; `read`
-          joins the parts once they are in one folder.
+            writes a complete step there, with only its own part of the arrays; `read`
+            joins the parts once they are in one folder.
         """
         _wait_after_errors()
         # In orbax' terms: each process manages its own folder.

@@ -90,7 +90,7 @@ class Interleaved(RangeChecks):
 
         Args:
           shares: of a part of a batch: its fraction of each pass' targets, so that the
-          parts' losses add up to the batch's. None: the full batch.
+            parts' losses add up to the batch's. None: the full batch.
         """
         partition = strided_partition(batch.ids.shape[1], self.subsets)
         passes = interleaved_passes(model, batch, partition, refresh=self.refresh)

@@ -69,7 +69,7 @@ class DepthwiseBatching:
 
         Args:
           ahead: how many later tokens may be written before a token has finished
-          reading; windows' rings are longer by this number.
+            reading; windows' rings are longer by this number.
         """
         config = self.config.transformer
         a, parts = config.attention, self._cache_parts
