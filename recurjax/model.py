@@ -28,7 +28,7 @@ from recurjax.layers.linear import (
 from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.row_decoder import RowDecoder
-from recurjax.parameters import parameter_name, rule_of
+from recurjax.parameters import is_layer_matrix, parameter_name, rule_of
 from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import Array, Cache, LoopPositions, Missing, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
@@ -504,9 +504,7 @@ def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
         if not kind.startswith("int"):
             return weight.astype(kind)
         weight = weight.astype("float32")
-        in_layer = name.startswith("stack.") and rule.role == "matrix"
-        in_layer &= rule.group == "matrix" and ".adapters." not in name
-        if in_layer:
+        if is_layer_matrix(name):
             first, inputs = -len(rule.outputs) - rule.inputs, rule.inputs
             bits = int(kind[-1])
             width = math.prod(weight.shape[first : -len(rule.outputs)])

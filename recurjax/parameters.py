@@ -191,6 +191,16 @@ def rule_of(name: str) -> Rule:
     return rule
 
 
+def is_layer_matrix(name: str) -> bool:
+    """Says whether a parameter is a matrix of a layer that `linear` multiplies by.
+
+    RRT's own additions, and convolutions, are multiplied elsewhere.
+    """
+    rule = rule_of(name)
+    inside = name.startswith("stack.") and ".adapters." not in name
+    return inside and rule.role == "matrix" and rule.group == "matrix"
+
+
 def torch_word(name: str) -> str:
     """Returns what takes the place of a parameter's last word in a PyTorch module."""
     rule = rule_of(name)

@@ -25,7 +25,7 @@ from recurjax.errors import UserError
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.model import ModelConfig
 from recurjax.parameters import from_nested_dict, rule_of, to_nested_dict
-from recurjax.surgery.adapters import with_adapters
+from recurjax.surgery.adapters import adapted
 from recurjax.training.checkpoint.manifest import named, nested
 from recurjax.training.config import AdapterConfig, parse_adapters
 from recurjax.training.run import load_run, load_saved
@@ -89,15 +89,12 @@ def from_peft(
         )
     stabilized = bool(keys.get("use_rslora"))
     text = f"{'rs' * stabilized}lora:{rank}:{alpha:g}:{','.join(words)}"
-    adapters = parse_adapters(text)
-    shapes = jax.eval_shape(
-        lambda model: with_adapters(model, adapters, jax.random.key(0)), run.model
-    )
     experiment = new_experiment(
         out, run.model.config, length=run.experiment.training.length
     )
     training = dataclasses.replace(experiment.training, adapters=text, start_from=base)
     experiment = dataclasses.replace(experiment, training=training)
+    shapes = jax.eval_shape(lambda model: adapted(model, training), run.model)
     saved = trained_part(shapes, training.trained)
     arrays = {
         name: np.zeros(leaf.shape, np.float32)

@@ -282,20 +282,24 @@ def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
 
 def product_in(x: Array, weight: Array | QuantizedWeight, dtype: Any) -> Array:
     """Computes x W in a dtype at least as wide as x's, which it is summed in."""
-    scale = None
-    if isinstance(weight, QuantizedWeight) and weight.groups == 1:
-        weight, scale = weight.values, weight.scales[0]
+    weight, scale = _scale_apart(weight)
     y = jnp.einsum(
         "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
     )
     return y if scale is None else y * scale.astype(dtype)
 
 
-def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
-    # One scale an output multiplies the product, and no weight.
+def _scale_apart(
+    weight: Array | QuantizedWeight,
+) -> tuple[Array | QuantizedWeight, Array | None]:
+    """Returns what x is multiplied by, and what the product is: one scale an output."""
     if isinstance(weight, QuantizedWeight) and weight.groups == 1:
-        y = _product(x, weight.values)
-        return (y * weight.scales[0]).astype(x.dtype)
+        return weight.values, weight.scales[0]
+    return weight, None
+
+
+def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
+    weight, scale = _scale_apart(weight)
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
@@ -304,7 +308,8 @@ def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
         y = uncopied_weights.with_more_rows(lambda rows: _rounded(rows, weight), rows)
     else:
         y = _rounded(rows, weight)
-    return y.reshape(*x.shape[:-1], weight.shape[-1])
+    y = y.reshape(*x.shape[:-1], weight.shape[-1])
+    return y if scale is None else (y * scale).astype(x.dtype)
 
 
 def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:

@@ -9,12 +9,20 @@ import jax.numpy as jnp
 from recurjax.errors import UserError
 from recurjax.layers.linear import AdaptedWeight, is_composed, plain
 from recurjax.model import Decoder, in_weight_dtype
-from recurjax.parameters import parameter_name, rule_of
-from recurjax.training.config import AdapterConfig
+from recurjax.parameters import is_layer_matrix, parameter_name, rule_of
+from recurjax.training.config import AdapterConfig, TrainingConfig, parse_adapters
 from recurjax.types import Array
 
 _NAMES = ("q", "k", "v", "out", "up", "gate", "down", "u", "z", "x", "back")
 """Attention's, the MLP's and Mamba's projections."""
+
+
+def adapted(model: Decoder, training: TrainingConfig) -> Decoder:
+    """Returns a base with the adapters of a run's settings at their start, if any."""
+    if training.adapters is None:
+        return model
+    key = jax.random.key(training.seed)
+    return with_adapters(model, parse_adapters(training.adapters), key)
 
 
 def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
@@ -33,7 +41,7 @@ def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
         return model
     paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_composed)
     names = [parameter_name(path) for path, _ in paths]
-    adaptable = [name for name in names if _is_adaptable(name)]
+    adaptable = [name for name in names if is_layer_matrix(name)]
     there = sorted({_word(name) for name in adaptable})
     for name in config.names:
         if name not in there:
@@ -80,13 +88,6 @@ def merged(model: Decoder) -> Decoder:
 
 def _is_adapted(node: Any) -> bool:
     return isinstance(node, AdaptedWeight)
-
-
-def _is_adaptable(name: str) -> bool:
-    # RRT's own additions, and convolutions, are multiplied elsewhere than in `linear`.
-    rule = rule_of(name)
-    inside = name.startswith("stack.") and ".adapters." not in name
-    return inside and rule.role == "matrix" and rule.group == "matrix"
 
 
 def _word(name: str) -> str:

@@ -17,8 +17,8 @@ from jaxtyping import Float
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
-from recurjax.surgery.adapters import with_adapters
-from recurjax.training.config import TrainingConfig, parse_adapters
+from recurjax.surgery.adapters import adapted
+from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import Objective
 from recurjax.training.optimizers import (
     OptimizerConfig,
@@ -139,9 +139,7 @@ def build_step(
     )
 
     def begin(model: Decoder) -> TrainState:
-        if training.adapters is not None:
-            adapters, key = parse_adapters(training.adapters), training.seed
-            model = with_adapters(model, adapters, jax.random.key(key))
+        model = adapted(model, training)
         return first_state(model, optimizer, training.spikes, training.trained)
 
     def new(key: Array) -> TrainState:

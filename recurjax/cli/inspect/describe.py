@@ -14,8 +14,7 @@ from recurjax.machine import terminal
 from recurjax.parameters import Rule, parameter_name, rule_of
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.surgery.adapters import with_adapters
-from recurjax.training.config import parse_adapters
+from recurjax.surgery.adapters import adapted
 from recurjax.training.optimizers import Adam, AdamW, OptimizerConfig
 from recurjax.training.program import model_shapes
 from recurjax.training.step import trained_part
@@ -137,13 +136,8 @@ def _load(where: str) -> Experiment:
 
 def _shapes(experiment: Experiment) -> Any:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    model, text = model_shapes(experiment.model, mesh), experiment.training.adapters
-    if text is None:
-        return model
-    return jax.eval_shape(
-        lambda model: with_adapters(model, parse_adapters(text), jax.random.key(0)),
-        model,
-    )
+    model = model_shapes(experiment.model, mesh)
+    return jax.eval_shape(lambda model: adapted(model, experiment.training), model)
 
 
 def _letters(rule: Rule, rank: int) -> list[str]:

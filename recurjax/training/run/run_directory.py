@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -38,10 +37,9 @@ from recurjax.machine.process_group import SharedError
 from recurjax.model import Decoder, ModelConfig, WeightDtype, in_weight_dtype
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.surgery.adapters import merged, with_adapters
+from recurjax.surgery.adapters import adapted, merged
 from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
-from recurjax.training.config import parse_adapters
 from recurjax.training.program import model_shapes, placed_shapes
 from recurjax.training.run.mirror import NO_STEP, fetched
 from recurjax.training.spikes import SpikeConfig
@@ -298,9 +296,7 @@ def load_run(
                 except NoGoodCheckpoint:
                     if not copy.fetch_older():
                         raise
-    if mesh is None:
-        # One device where nothing else is asked for.
-        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = _first_device() if mesh is None else mesh
     run = load_saved(path, step=step, mesh=mesh, report=report)
     if run.experiment.training.adapters is not None:
         run = _merged(run, mesh, report)
@@ -315,7 +311,7 @@ def load_run(
 def _merged(run: LoadedRun, mesh: Mesh, report: Callable[[str], None]) -> LoadedRun:
     # What is read is the plain model that the adapters make of their base.
     base, _ = load_start(run.experiment, mesh, report, base=run.base)
-    model = merged(whole_model(run.model, _adapted(run.experiment, base)))
+    model = merged(whole_model(run.model, adapted(base, run.experiment.training)))
     training = dataclasses.replace(run.experiment.training, adapters=None)
     experiment = dataclasses.replace(run.experiment, training=training)
     return run._replace(experiment=experiment, model=model, base=None)
@@ -337,12 +333,10 @@ def load_saved(
         raise UserError(f"no run directory at {run.root}")
     experiment = read_experiment(run.config)
     tokenizer = run.load_tokenizer(experiment)
-    if mesh is None:
-        # One device by default.
-        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = _first_device() if mesh is None else mesh
     shapes, training = model_shapes(experiment.model, mesh), experiment.training
     if training.adapters is not None:
-        shapes = jax.eval_shape(partial(_adapted, experiment), shapes)
+        shapes = jax.eval_shape(lambda model: adapted(model, training), shapes)
         shapes = trained_part(placed_shapes(shapes, mesh), training.trained)
     checkpoints = Checkpoints(run.checkpoints, model=experiment.model)
     try:
@@ -362,12 +356,8 @@ def load_saved(
     )
 
 
-def _adapted(experiment: Experiment, model: Decoder) -> Decoder:
-    """Returns a base with the run's adapters at their start."""
-    training = experiment.training
-    assert training.adapters is not None
-    adapters = parse_adapters(training.adapters)
-    return with_adapters(model, adapters, jax.random.key(training.seed))
+def _first_device() -> Mesh:
+    return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def _once(report: Callable[[str], None]) -> Callable[[str], None]:
