@@ -49,7 +49,7 @@ class _Module(NamedTuple):
     Attributes:
       parameter, layer: of W, as a piece names them.
       name: of the module there.
-      expand: where B lies in its tensor, which several matrices may share.
+      expand: where B is in its tensor, which several matrices may share.
     """
 
     parameter: str
@@ -208,7 +208,7 @@ def _modules(config: ModelConfig, rank: int) -> Iterator[_Module]:
         if rule.role != "matrix" or not piece.parameter.startswith("stack."):
             continue
         shape, view, part = piece.shape, piece.view, piece.part
-        if piece.axes == (0, 1):  # a Conv1D [in, out]: its B lies as a Linear's
+        if piece.axes == (0, 1):  # a Conv1D [in, out]: its B is a Linear's
             shape, view, part = shape[::-1], view[::-1], part[1:]
         M = int(np.prod(piece.result[rule.inputs :]))
         axes = piece.axes if len(piece.axes) > 2 else (1, 0)

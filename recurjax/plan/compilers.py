@@ -124,7 +124,7 @@ def hashed(requirements: list[Requirement]) -> list[str] | None:
 def fetch(folder: Path, requirements: list[Requirement]) -> None:
     """Installs them into a folder, which then takes the place of what was there.
 
-    Wheels of the versions in compilers.txt must have the SHA-256 that stands there.
+    Wheels of the versions in compilers.txt must have the SHA-256 given there.
 
     Raises:
       UserError: pip is not here, or could not.

@@ -33,7 +33,7 @@ def engine(first: int):
     )
 
 
-def told(registry: CollectorRegistry) -> dict[str, float]:
+def counters(registry: CollectorRegistry) -> dict[str, float]:
     lines = generate_latest(registry).decode().splitlines()
     pairs = (line.rpartition(" ") for line in lines if line[0] != "#")
     return {name: float(value) for name, _, value in pairs if "created" not in name}
@@ -61,7 +61,7 @@ def test_each_figure_of_each_engine_is_told_by_its_name():
         for model, first in (("a", 10), ("b", 30))
         for loops in (1, 2)
     }
-    assert told(registry) == want
+    assert counters(registry) == want
 
 
 def ended(**request) -> AnswerStream:
@@ -80,7 +80,7 @@ def test_requests_are_counted_by_their_ends_and_timed_by_token():
     none = {"submitted": 1.0, "started": None, "ended": 2.0, "reason": "cancelled"}
     metrics.ended("m", ended(tokens=[], **none))
     metrics.ended("m", ended())
-    figures = told(registry)
+    figures = counters(registry)
     assert figures['recurjax_requests_total{model="m",reason="stop"}'] == 2
     assert figures['recurjax_requests_total{model="m",reason="cancelled"}'] == 1
     assert figures['recurjax_first_token_seconds_sum{model="m"}'] == 2.0 + 0.5

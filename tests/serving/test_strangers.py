@@ -310,13 +310,13 @@ class Draining(Worker):
         self.left, self.looks = requests, 0
 
     def start(self):
-        self.asked = False
+        self.polled = False
 
     @property  # pyright: ignore[reportIncompatibleVariableOverride]
     def broken(self):
         # The server looks here while it serves: its handlers are there by then.
-        if not self.asked:
-            self.asked = True
+        if not self.polled:
+            self.polled = True
             os.kill(os.getpid(), signal.SIGTERM)
 
     @broken.setter

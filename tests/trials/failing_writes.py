@@ -243,7 +243,7 @@ def _try(
 
 
 def _is_between(state: Any, old: Any, new: Any) -> bool:
-    """Whether a state is the old one, the new one, or on the way by whole steps."""
+    """Whether a state is the old one, the new one, or on the way by complete steps."""
     if state in (old, new):
         return True
     # Texts that have ended, of those that will; a checkpoint before the last.

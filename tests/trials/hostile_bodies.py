@@ -3,7 +3,7 @@
 Reproduces no table. Draws bodies from a seed, from one byte to 16 MiB: noise, JSON that
 is deep, long, repeated or of numbers without end, prompts and messages beyond every
 limit. Each goes to the server's application, in parts as from a network, next to a task
-that asks for a turn of the event loop again and again. Four things are told: the
+that asks for a turn of the event loop again and again. It prints four figures: the
 statuses; processor time in the event loop and in all threads, for each body; the
 longest turn of the event loop, which is what any other request waits; and the memory
 of the process after the first hundred and after the last.

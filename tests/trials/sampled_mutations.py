@@ -215,7 +215,7 @@ class Draws:
     """Draws mutants by their numbers; a number gives the same one on the same tree."""
 
     def __init__(self, seed: int, since: str):
-        """Lists what there is to draw."""
+        """Lists the mutants to draw from."""
         changed = changed_lines(since)
         self._seed = seed
         self._all = [

@@ -168,7 +168,7 @@ class Merge(RangeChecks):
 
     Attributes:
       run: the run directory, whose training.start_from still holds the base.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       step: of the checkpoint; None: the newest.
     """
 
@@ -183,7 +183,7 @@ class Quantize(RangeChecks):
 
     Attributes:
       run: the run directory.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       weights: int8, a scale for each output; int4, one for each 64 inputs, embeddings
         and head in int8; with -layers, embeddings and head stay in float32.
       step: of the checkpoint; None: the newest.
@@ -201,7 +201,7 @@ class FromPeft:
 
     Attributes:
       source: a folder with adapter_config.json and adapter_model.safetensors.
-      out: the new run directory; it appears whole or not at all.
+      out: the new run directory; it appears complete or not at all.
       base: the run directory of the model that they adapt.
     """
 
@@ -216,7 +216,7 @@ class ToPeft:
 
     Attributes:
       run: the run directory of adapters of one of from-hf's families.
-      out: the new directory; it appears whole or not at all.
+      out: the new directory; it appears complete or not at all.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
