@@ -87,7 +87,8 @@ class GenerateOptions(RangeChecks):
         "skip", or "share" for a model with loop_cache "first"; or "verify": greedy
         texts are the full model's, and early states only guess ahead. None: share where
         the model does, else propagate.
-      loops: run only the first loops of a recursive model.
+      loops: run a recursive model's block this often, less or more than it was trained
+        to.
       seed: the same seed gives the same texts.
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.

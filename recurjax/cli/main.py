@@ -41,7 +41,6 @@ _FOLDERS = {
 }
 """Commands whose file is in another command's folder."""
 
-_INTERRUPTED = 130
 _DEBUG = "--debug"
 _OWN_FLAGS = "--own-xla-flags"
 _PACKAGE = Path(__file__).parents[1]
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             process_group.end(1)
         raise
     process_group.end(code)
-    if code == _INTERRUPTED and argv is None and not active_children():
+    if code == early_interrupt.CODE and argv is None and not active_children():
         _end_at_once(code)
     return code
 
@@ -113,7 +112,8 @@ def _answer(argv: Sequence[str] | None) -> int:
             argv = [word for word in argv if word != "--no-cache"]
         # Imported by name: `recurjax --version` should not wait for jax.
         command = _find(argv[0])
-        early_interrupt.stop_if_noted()  # swallowed while a module was imported
+        if argv[0] != "train":  # which says so itself, after it has opened its run
+            early_interrupt.work_begins()
         if owns_process and keep:
             compiled_programs.keep()
         return command(argv[1:])
@@ -152,8 +152,8 @@ def _answer(argv: Sequence[str] | None) -> int:
 
 
 def _interrupted() -> int:
-    print("recurjax: interrupted", file=sys.stderr)
-    return _INTERRUPTED
+    print(early_interrupt.SENTENCE, file=sys.stderr)
+    return early_interrupt.CODE
 
 
 def _find(name: str) -> Callable[[list[str]], int]:

@@ -20,7 +20,7 @@ from recurjax.data.tasks.dataset import TaskData
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.storage import url_of
-from recurjax.machine import early_interrupt, host, process_group
+from recurjax.machine import host, process_group
 from recurjax.machine.distributed import start_processes
 from recurjax.run_table import load_experiment
 
@@ -73,9 +73,9 @@ def _train(file: str, options: list[str]) -> int:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     host.start_cpu_devices(experiment.mesh.least_devices)
     # Imported late: the settings above count only before jax looks for devices.
+    import recurjax.data.pipeline  # noqa: F401  slow: before the run's folder is made
     from recurjax.training.loop import train
 
-    early_interrupt.stop_if_noted()
     # One slash, whether a path or a URL. No shell expands the ~ of --runs=~/x.
     root = f"{os.path.expanduser(runs) or '.'}/{experiment.name}"
     if (url := url_of(root)) is not None:

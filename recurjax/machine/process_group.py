@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.machine import early_interrupt
 
 HEARTBEAT_SECONDS = 10
 """After this long without a sign of life a process counts as lost; jax's default of 100
@@ -45,6 +46,7 @@ def watch() -> None:
     global _group
     state = distributed.global_state
     if _group is None and state.client is not None and state.num_processes > 1:
+        early_interrupt.work_begins()  # an interruption is told to the others
         _group = _Group(state.client, state.process_id, state.num_processes)
 
 

@@ -112,7 +112,6 @@ def _train(
     check_lock = hold(RunDirectory(root).root, stack, console)
     session = Session(experiment, root, mirror=mirror)
     stack.callback(session.close)
-    early_interrupt.stop_if_noted()
     stack.enter_context(process_group.on_abort(session.finish_save))
     progress = TrainingProgress(
         console,
@@ -127,6 +126,7 @@ def _train(
     if writer is not None:
         stack.callback(writer.close)
         stack.enter_context(process_group.on_abort(writer.close))
+    early_interrupt.work_begins()  # the progress bar hides the cursor
     progress.start(start)
     stack.callback(progress.stop)
     stack.enter_context(process_group.on_abort(progress.stop))

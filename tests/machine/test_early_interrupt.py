@@ -1,4 +1,4 @@
-"""Ctrl-C in the first seconds: raised, and noted where the exception is swallowed."""
+"""Ctrl-C in the first seconds ends the process, and later it is raised and noted."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from recurjax.cli import main
+from recurjax.errors import UserError
 from recurjax.machine import early_interrupt
 from recurjax.training import loop
 from recurjax.training.loop import Interruption
@@ -32,6 +33,7 @@ def swallow():
 
 def test_it_is_raised_at_once_and_again_where_it_was_swallowed():
     with early_interrupt.watched():
+        early_interrupt.work_begins()
         early_interrupt.stop_if_noted()
         with pytest.raises(KeyboardInterrupt):
             press()
@@ -44,6 +46,7 @@ def test_it_is_raised_at_once_and_again_where_it_was_swallowed():
 def test_outside_of_a_watch_nothing_is_noted():
     before = signal.getsignal(signal.SIGINT)
     with early_interrupt.watched():
+        early_interrupt.work_begins()
         swallow()
         assert early_interrupt.was_noted()
     assert signal.getsignal(signal.SIGINT) is before
@@ -67,19 +70,39 @@ def as_a_program(monkeypatch, capsys):
     return run
 
 
-def test_swallowed_while_a_session_is_opened_it_stops_before_the_first_step(
-    as_a_program, monkeypatch, tmp_path
+@pytest.fixture
+def ends(monkeypatch):
+    """Exit statuses of the handler, which does not end the tests' process."""
+    codes = []
+    monkeypatch.setattr(early_interrupt.os, "_exit", codes.append)
+    return codes
+
+
+def test_before_the_work_begins_the_process_ends_in_the_handler(ends, capsys):
+    with early_interrupt.watched():
+        swallow()
+    assert ends == [130] and capsys.readouterr().err == "recurjax: interrupted\n"
+
+
+def test_a_process_with_children_is_left_through_the_exception(ends, monkeypatch):
+    monkeypatch.setattr(early_interrupt, "active_children", lambda: ["a worker"])
+    with early_interrupt.watched(), pytest.raises(KeyboardInterrupt):
+        press()
+    assert not ends
+
+
+def test_while_a_session_is_opened_it_ends_the_process(
+    as_a_program, ends, monkeypatch, tmp_path
 ):
     class Session(loop.Session):
         def __init__(self, *_, **__):
             swallow()
-
-        def close(self):
-            pass
+            raise UserError("a process that has ended goes no further")
 
     monkeypatch.setattr(loop, "Session", Session)
     words = ("train", tiny_experiment.__file__, "--runs", tmp_path, "--no-cache")
-    assert as_a_program(*words) == (130, "recurjax: interrupted\n")
+    _, said = as_a_program(*words)
+    assert ends == [130] and said.startswith("recurjax: interrupted\n")
 
 
 def test_where_python_drops_it_nothing_is_printed(capsys, monkeypatch):
@@ -91,6 +114,7 @@ def test_where_python_drops_it_nothing_is_printed(capsys, monkeypatch):
             press()
 
     with early_interrupt.watched():
+        early_interrupt.work_begins()
         Dropped()
         with pytest.raises(KeyboardInterrupt):
             early_interrupt.stop_if_noted()
@@ -101,6 +125,7 @@ def test_an_error_that_native_code_made_of_it_is_an_interruption(
     as_a_program, monkeypatch
 ):
     def run(argv):
+        early_interrupt.work_begins()
         swallow()
         raise RuntimeError("INTERNAL: CpuCallback error: KeyboardInterrupt")
 

@@ -3,6 +3,8 @@ import json
 import re
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -67,6 +69,27 @@ def test_a_notebook_runs_quietly_to_its_end_and_shows_what_it_promises(name, ker
     differences = re.findall(r"differs from .* by at most (\S+)", text)
     assert len(differences) == PROMISED[name]["comparisons"], text
     assert max(map(float, differences), default=0) < 1e-4, text
+
+
+@every_notebook
+def test_what_a_notebook_imports_is_there(name):
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    source = "\n".join(
+        TransformerManager().transform_cell(cell.source) for cell in _code(notebook)
+    )
+    imports = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recurjax")
+        for alias in node.names
+    ]
+    missing = [
+        f"{module}.{attribute}"
+        for module, attribute in imports
+        if not hasattr(import_module(module), attribute)
+        and find_spec(f"{module}.{attribute}") is None
+    ]
+    assert imports and not missing
 
 
 @every_notebook
