@@ -71,14 +71,14 @@ def talks(count: int) -> list[list[dict[str, str]]]:
     for number in range(count):
         ship, cargo = SHIPS[number % len(SHIPS)], CARGOES[number % len(CARGOES)]
         berth = 1 + number % 9
-        said = [
+        messages = [
             ("system", "You are the harbour master. Answer in one line."),
             ("user", f"Where does the {ship} lie?"),
             ("assistant", f"Aye. The {ship} is at berth {berth}, bow to the sea."),
             ("user", "And what does she carry?"),
             ("assistant", f"Aye. She carries {cargo}, and the tide waits for nobody."),
         ]
-        talks.append([{"role": role, "content": text} for role, text in said])
+        talks.append([{"role": role, "content": text} for role, text in messages])
     return talks
 
 

@@ -135,8 +135,8 @@ def model(name: Name) -> ModelConfig:
     # The size is linear in the width.
     least = count_parameters(of_width(1)).total
     each = count_parameters(of_width(2)).total - least
-    wanted = count_parameters(model("transformer")).total
-    return of_width(1 + round((wanted - least) / each))
+    parameters = count_parameters(model("transformer")).total
+    return of_width(1 + round((parameters - least) / each))
 
 
 def experiment(name: Name, options: Options) -> Experiment:

@@ -105,7 +105,7 @@ PLAIN = SCANS["chunk_attention"][0]
 """Plain causal attention, which cuDNN and PyTorch have too."""
 
 
-class Drawn(NamedTuple):
+class Inputs(NamedTuple):
     """Random weights and rows of L layers with heads of D / H channels and F = 4 D."""
 
     spec: LayerSpec
@@ -114,7 +114,7 @@ class Drawn(NamedTuple):
     for_z: jax.Array
 
 
-def drawn(L: int, B: int, T: int, D: int, H: int, dtype: Any) -> Drawn:
+def draw_inputs(L: int, B: int, T: int, D: int, H: int, dtype: Any) -> Inputs:
     """Draws a stack and its input."""
     E, F = D // H, 4 * D
     spec = LayerSpec(
@@ -134,12 +134,12 @@ def drawn(L: int, B: int, T: int, D: int, H: int, dtype: Any) -> Drawn:
         w[f"{name}_scale"] = 1 + 0.1 * draw((L, D))
     weights = LayerWeights(**{n: jnp.asarray(a, "float32") for n, a in w.items()})
     x, for_z = (jnp.asarray(draw((B, T, D)), "float32") for _ in range(2))
-    return Drawn(spec, weights, x, for_z)
+    return Inputs(spec, weights, x, for_z)
 
 
-def draw_layer(shape: dict[str, int], dtype: Any) -> Drawn:
+def draw_layer(shape: dict[str, int], dtype: Any) -> Inputs:
     """Draws one layer by its letters B, T, D and H."""
-    return drawn(1, shape["B"], shape["T"], shape["D"], shape["H"], dtype)
+    return draw_inputs(1, shape["B"], shape["T"], shape["D"], shape["H"], dtype)
 
 
 def run_layers(
@@ -183,12 +183,12 @@ class Measurement:
                     times.append(1e3 * (time.perf_counter() - began))
                 first, second, *rest = times
                 best[name] = min(rest)
-                found = {
+                measured = {
                     "best_ms": min(rest),
                     "median_ms": sorted(rest)[len(rest) // 2],
                 }
                 self.write(
-                    step, name=name, **row, **found, first_ms=first, second_ms=second
+                    step, name=name, **row, **measured, first_ms=first, second_ms=second
                 )
         return best
 
@@ -265,14 +265,14 @@ def right(m: Measurement) -> None:
     above = []
     for dtype, schedule in cases[:1] if m.tiny else cases:
         options = {"schedule": schedule, "implementation": None if m.tiny else "triton"}
-        error = error_of(drawn(2, 3, 37, 64, 4, dtype), **options)
+        error = error_of(draw_inputs(2, 3, 37, 64, 4, dtype), **options)
         m.write("right", dtype=dtype, schedule=schedule, error=error)
         if not error <= TOLERANCES[dtype]:
             above.append((dtype, schedule, error))
     assert not above, above
 
 
-def error_of(case: Drawn, **options: Any) -> float:
+def error_of(case: Inputs, **options: Any) -> float:
     """Returns the largest error of values and gradients, as a share of the largest."""
     spec, weights, x, for_z = case
 

@@ -123,12 +123,12 @@ def client_seconds(port: int, load: Load) -> float:
     """Sends a queue as streams, all at once: the server has the engine's own queue."""
 
     def ask(prompt: list[int]) -> None:
-        wish = {"max_tokens": load.new_tokens, "ignore_eos": True, "stream": True}
+        body = {"max_tokens": load.new_tokens, "ignore_eos": True, "stream": True}
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         link.request(
             "POST",
             "/v1/completions",
-            json.dumps({"prompt": prompt, **wish}),
+            json.dumps({"prompt": prompt, **body}),
             {"Content-Type": "application/json"},
         )
         answer = link.getresponse()

@@ -74,7 +74,7 @@ def with_mamba(base: TransformerConfig) -> StackConfig:
     )
 
 
-MADE: dict[str, Callable[[TransformerConfig], StackConfig]] = {
+STACKS: dict[str, Callable[[TransformerConfig], StackConfig]] = {
     "relaxed_recursive_transformer": looped,
     "recurformer": with_mamba,
 }
@@ -84,7 +84,7 @@ MADE: dict[str, Callable[[TransformerConfig], StackConfig]] = {
 def trained(name: str, steps: int, runs: Path) -> LoadedRun:
     """Trains a model, or finds it trained."""
     experiment = load_experiment(FOLDER / MODELS[name])
-    if (make := MADE.get(name)) is not None:
+    if (make := STACKS.get(name)) is not None:
         base = experiment.model.stack
         assert isinstance(base, TransformerConfig)
         model = dataclasses.replace(experiment.model, stack=make(base))

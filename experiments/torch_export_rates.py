@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.torch_export_parity import FOLDER, MADE, MODELS
+from experiments.torch_export_parity import FOLDER, MODELS, STACKS
 from recurjax.bench.torch_peer import answer_of
 from recurjax.convert.imported_run import new_experiment
 from recurjax.convert.torch import to_torch
@@ -37,7 +37,7 @@ from recurjax.variants.transformer import TransformerConfig
 def untrained(name: str, out: Path) -> LoadedRun:
     """Returns a small model with the weights that training would start from."""
     config = load_experiment(FOLDER / MODELS[name]).model
-    if (make := MADE.get(name)) is not None:
+    if (make := STACKS.get(name)) is not None:
         assert isinstance(config.stack, TransformerConfig)
         config = dataclasses.replace(config, stack=make(config.stack))
     model = Decoder(config, rngs=nnx.Rngs(0))

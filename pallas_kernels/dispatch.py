@@ -94,23 +94,23 @@ def run(op: Op, call: Any, *, implementation: str | None) -> Any:
             raise ValueError(
                 f"{op.name}: needs an implementation of {known}, got {name!r}"
             )
-        chosen = _Chosen(op, name, _find_cut(op, name, call))
-        reason = chosen.refusal(call)
+        choice = _Choice(op, name, _find_cut(op, name, call))
+        reason = choice.refusal(call)
         if reason is None:
             if op.prepare is not None:
-                call = op.prepare(call, chosen.backend, chosen.cut)
-            return _differentiable(chosen, call)
+                call = op.prepare(call, choice.backend, choice.cut)
+            return _differentiable(choice, call)
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"{op.name}: {'; '.join(reasons)}")
 
 
-def check_shapes(op: str, wanted: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
+def check_shapes(op: str, expected: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
     """Raises ValueError for the first array that has another shape than it should.
 
     Args:
       wanted: by the argument's name, the array (None: not given) and its shape.
     """
-    for name, (array, shape) in wanted.items():
+    for name, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{op}: needs {name} of shape {shape}, got {array.shape}")
 
@@ -162,7 +162,7 @@ def _find_cut(op: Op, backend: str, call: Any) -> Cut | None:
     return cut if cut is not None and cut.cuts else None
 
 
-class _Chosen(NamedTuple):
+class _Choice(NamedTuple):
     """The backend that runs a call, and how the mesh cuts it."""
 
     op: Op
@@ -240,25 +240,25 @@ class _Chosen(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(chosen: _Chosen, call: Any) -> Any:
-    return chosen.forward(call, residuals=False)[0]
+def _differentiable(choice: _Choice, call: Any) -> Any:
+    return choice.forward(call, residuals=False)[0]
 
 
-def _forward(chosen: _Chosen, call: Any) -> tuple[Any, Any]:
-    outputs, residuals = chosen.forward(call, residuals=True)
-    if chosen.op.reads_outputs:
+def _forward(choice: _Choice, call: Any) -> tuple[Any, Any]:
+    outputs, residuals = choice.forward(call, residuals=True)
+    if choice.op.reads_outputs:
         residuals = (outputs, residuals)
     return outputs, (call, residuals)
 
 
-def _backward(chosen: _Chosen, saved: Any, cotangents: Any) -> tuple[Any]:
+def _backward(choice: _Choice, saved: Any, cotangents: Any) -> tuple[Any]:
     call, residuals = saved
-    gradients = chosen.backward(call, residuals, cotangents)
+    gradients = choice.backward(call, residuals, cotangents)
     leaves, tree = jax.tree.flatten(call)
     # One too many would give another array's gradient to those behind it.
     if len(gradients) != sum(map(_floats, leaves)):
         raise TypeError(
-            f"{chosen.op.name}: {chosen.name} gave {len(gradients)} gradients for "
+            f"{choice.op.name}: {choice.name} gave {len(gradients)} gradients for "
             f"{sum(map(_floats, leaves))} floating arrays"
         )
     rest = iter(gradients)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import jax
 
-_TOLD = re.compile(r"\bmoves_(\d+)_bytes\b")
+_SCOPE = re.compile(r"\bmoves_(\d+)_bytes\b")
 
 
 def moving(count: int) -> AbstractContextManager:
@@ -19,5 +19,5 @@ def moving(count: int) -> AbstractContextManager:
 
 def told_of(attributes: str) -> int | None:
     """Returns the bytes that a compiled launch tells of itself, or None."""
-    matches = _TOLD.findall(attributes)
+    matches = _SCOPE.findall(attributes)
     return int(matches[-1]) if matches else None

@@ -35,13 +35,13 @@ def to_json(value: Any) -> Any:
     )
 
 
-def from_json(wanted: type[T], data: Any, *, path: str = "config") -> T:
+def from_json(kind: type[T], data: Any, *, path: str = "config") -> T:
     """Rebuilds a config of type `wanted`.
 
     Raises:
       UserError: the data does not fit the types, or a config refuses its values.
     """
-    return _decode(wanted, data, path)
+    return _decode(kind, data, path)
 
 
 def json_differences(left: Any, other: Any, *, path: str = "") -> list[str]:
@@ -64,31 +64,31 @@ def json_differences(left: Any, other: Any, *, path: str = "") -> list[str]:
     return [] if left == other else [f"{path}: {left!r} instead of {other!r}"]
 
 
-def _decode(wanted: Any, data: Any, path: str) -> Any:
-    origin = get_origin(wanted)
+def _decode(kind: Any, data: Any, path: str) -> Any:
+    origin = get_origin(kind)
     if origin in (Union, types.UnionType):
-        return _decode_union(get_args(wanted), data, path)
-    if dataclasses.is_dataclass(wanted):
-        return _decode_dataclass(wanted, data, path)
+        return _decode_union(get_args(kind), data, path)
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, data, path)
     if origin is tuple:
-        return _decode_tuple(get_args(wanted), data, path)
+        return _decode_tuple(get_args(kind), data, path)
     if origin is Literal:
-        if data not in get_args(wanted):
-            choices = ", ".join(map(repr, get_args(wanted)))
+        if data not in get_args(kind):
+            choices = ", ".join(map(repr, get_args(kind)))
             raise UserError(f"{path} must be one of {choices}, got {data!r}")
         return data
-    if wanted is type(None) and data is None:
+    if kind is type(None) and data is None:
         return None
     # JSON may write 1.0 as 1; the field's type decides. The other way round, 1.5 for an
     # integer, is an error.
-    if wanted is float and type(data) in (int, float):
+    if kind is float and type(data) in (int, float):
         return float(data)
-    if wanted is int and type(data) is int and abs(data) >= _TOO_LARGE:
+    if kind is int and type(data) is int and abs(data) >= _TOO_LARGE:
         raise UserError(f"{path} must fit 64 bits, got {data}")
     # `type(...) is` and not isinstance: True would pass as an integer.
-    if wanted in (bool, int, str) and type(data) is wanted:
+    if kind in (bool, int, str) and type(data) is kind:
         return data
-    name = getattr(wanted, "__name__", str(wanted))
+    name = getattr(kind, "__name__", str(kind))
     raise UserError(f"{path} must be of type {name}, got {data!r}")
 
 
@@ -120,15 +120,15 @@ def _is_config(member: Any) -> bool:
     return dataclasses.is_dataclass(member)
 
 
-def _decode_dataclass(wanted: Any, data: Any, path: str) -> Any:
+def _decode_dataclass(kind: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
-        raise UserError(f"{path} must be an object for {wanted.__name__}, got {data!r}")
+        raise UserError(f"{path} must be an object for {kind.__name__}, got {data!r}")
     data = dict(data)
-    named = data.pop("type", wanted.__name__)
-    if named != wanted.__name__:
-        raise UserError(f"{path}.type must be {wanted.__name__}, got {named!r}")
-    hints = get_type_hints(wanted)
-    fields = {field.name: field for field in dataclasses.fields(wanted)}
+    named = data.pop("type", kind.__name__)
+    if named != kind.__name__:
+        raise UserError(f"{path}.type must be {kind.__name__}, got {named!r}")
+    hints = get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(data) - set(fields))
     if unknown:
         raise UserError(f"{path} has no field {', '.join(unknown)}")
@@ -137,7 +137,7 @@ def _decode_dataclass(wanted: Any, data: Any, path: str) -> Any:
         raise UserError(f"{path} lacks the field {', '.join(missing)}")
     values = {n: _decode(hints[n], v, f"{path}.{n}") for n, v in data.items()}
     try:
-        return wanted(**values)
+        return kind(**values)
     # A config's own check says what is wrong; add the place in the file.
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -266,9 +266,9 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
         parameter_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(nested)
     }
-    wanted, structure = jax.tree_util.tree_flatten_with_path(like)
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
     leaves, differences = [], []
-    for path, leaf in wanted:
+    for path, leaf in paths:
         name = parameter_name(path)
         # Remove what is used: the rest, at the end, is what no parameter needs.
         value = given.pop(name, None)

@@ -74,8 +74,8 @@ def load_experiment(where: str | Path) -> Experiment:
             if name is not None:
                 raise UserError(f"{path} has one run and no RUNS: leave :{name} out")
             return _checked(module.config(), f"config() in {path}")
-        chosen = _chosen(table, name, path)
-        return _checked(table[chosen].make(chosen), f"{path}:{chosen}")
+        row = _row_name(table, name, path)
+        return _checked(table[row].make(row), f"{path}:{row}")
 
 
 def load_runs(path: Path) -> dict[str, Run]:
@@ -191,7 +191,7 @@ def _table(module: ModuleType, path: Path) -> dict[str, Run] | None:
     return table
 
 
-def _chosen(table: dict[str, Run], name: str | None, path: Path) -> str:
+def _row_name(table: dict[str, Run], name: str | None, path: Path) -> str:
     """Returns the name of the row that is meant."""
     if name in table:
         return name

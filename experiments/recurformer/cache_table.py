@@ -45,9 +45,9 @@ def replaced_heads(
     size = H // K
     if whole_groups:
         count = round(beta * L * K)
-        chosen = {divmod(n, L)[::-1] for n in range(count)}  # (layer, group)
+        replaced = {divmod(n, L)[::-1] for n in range(count)}  # (layer, group)
         return tuple(
-            tuple(head for head in range(H) if (layer, head // size) in chosen)
+            tuple(head for head in range(H) if (layer, head // size) in replaced)
             for layer in range(L)
         )
     # The first heads of all groups of all layers go before the second ones.

@@ -124,16 +124,16 @@ def main(argv: list[str] | None = None) -> int:
             f"{L - 1} and heads 0 to {H - 1}"
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = by_recency(recency)
-    maps = mean_attention(loaded.model, batches, chosen)
-    titles = [f"layer {l}, head {h}: RA-I {recency.count[l, h]}" for l, h in chosen]
+    heads = by_recency(recency)
+    maps = mean_attention(loaded.model, batches, heads)
+    titles = [f"layer {l}, head {h}: RA-I {recency.count[l, h]}" for l, h in heads]
     figure_8(
-        {title: maps[each][0] for title, each in zip(titles, chosen, strict=True)},
+        {title: maps[each][0] for title, each in zip(titles, heads, strict=True)},
         options.out / "figure8.png",
     )
-    one = options.layer, options.head
+    layer_head = options.layer, options.head
     first = [batch[:, :FIRST] for batch in batches]
-    weights, norms = mean_attention(loaded.model, first, [one])[one]
+    weights, norms = mean_attention(loaded.model, first, [layer_head])[layer_head]
     figure_5(weights, norms, options.out / "figure5.png")
     return 0
 

@@ -229,9 +229,9 @@ def table(
         tokens = experiment.training.steps * experiment.training.tokens_per_step
         flops = tokens * experiment.flops_per_token / 1e12
         seconds = statistics.median(run.seconds for run in runs if run.model == model)
-        chosen = ", ".join(f"{each:.3f}" for each in scores[best])
+        finals = ", ".join(f"{each:.3f}" for each in scores[best])
         numbers = (f"{parameters:,}", f"{flops:.3g}", f"{seconds:.0f}")
-        lines.append(_row(title, *numbers, *cells, f"{best:g}: {chosen}"))
+        lines.append(_row(title, *numbers, *cells, f"{best:g}: {finals}"))
     return "\n".join(lines) + "\n"
 
 

@@ -29,8 +29,8 @@ from uptraining_set import (
     Case,
     Set,
     baselines,
-    chosen,
     next_token,
+    select,
     stopped_after,
     to_recursive,
 )
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     """Does what is not done yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="byte_model.py")
-    cases = chosen(CASES, options.cases)
+    cases = select(CASES, options.cases)
     with stopped_after(options.minutes):
         return run(options, cases)
 

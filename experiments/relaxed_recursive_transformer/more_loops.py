@@ -49,7 +49,7 @@ from recurjax.variants.relaxed_recursive_transformer import (
 )
 from recurjax.variants.transformer import TransformerConfig
 
-Way = Literal["plain", "random"]
+Training = Literal["plain", "random"]
 LOOPS = 4
 OBJECTIVES = {"plain": NextToken(), "random": RandomLoops(mean=LOOPS, most=2 * LOOPS)}
 _HOP = HashHop(size=2, hops=2, length=128, validation_rows=256)
@@ -75,7 +75,7 @@ class Options:
 
     runs: Path = Path("runs/more_loops")
     tasks: tuple[str, ...] = tuple(TASKS)
-    ways: tuple[Way, ...] = ("plain", "random")
+    ways: tuple[Training, ...] = ("plain", "random")
     loops: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     width: int = 64
     steps: int = 2000
@@ -94,7 +94,7 @@ class Options:
             )
 
 
-def experiment(options: Options, task: str, way: Way) -> Experiment:
+def experiment(options: Options, task: str, training: Training) -> Experiment:
     """Returns a training of the recursive model."""
     config = TASKS[task]
     heads = options.width // 16
@@ -106,13 +106,13 @@ def experiment(options: Options, task: str, way: Way) -> Experiment:
         init=InitConfig(std=None, embedding_std=None),
     )
     return Experiment(
-        name=f"{task}_{way}",
+        name=f"{task}_{training}",
         model=ModelConfig(
             vocabulary=config.vocabulary,
             stack=RelaxedRecursiveTransformerConfig(transformer=one_layer, loops=LOOPS),
         ),
         data=TaskData(task=config),
-        objective=OBJECTIVES[way],
+        objective=OBJECTIVES[training],
         optimizer=AdamW(learning_rate=1e-3),
         schedule=Cosine(warmup_steps=options.steps // 10, end=0.1),
         training=TrainingConfig(
@@ -151,8 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="more_loops.py")
     console, results = Console(stderr=True), {}
-    for seed, task, way in product(range(options.seeds), options.tasks, options.ways):
-        run = seeded(experiment(options, task, way), seed)
+    for seed, task, training in product(
+        range(options.seeds), options.tasks, options.ways
+    ):
+        run = seeded(experiment(options, task, training), seed)
         console.rule(run.name)
         root = options.runs / run.name
         if train(run, root, console=console).outcome != "finished":
@@ -163,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{loops} loops": accuracy(with_loops(model, loops), doubled(TASKS[task]))
             for loops in options.loops
         }
-        tell(results, f"{task}, {way}", seed, shares)
+        tell(results, f"{task}, {training}", seed, shares)
         write_atomic(options.runs / "results.md", table_of("accuracy", results))
     print(table_of("accuracy", results), end="")
     return 0

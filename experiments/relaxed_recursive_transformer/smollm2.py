@@ -21,7 +21,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from uptraining_set import Case, Set, baselines, chosen, stopped_after, to_recursive
+from uptraining_set import Case, Set, baselines, select, stopped_after, to_recursive
 
 from recurjax.cli.options import parse, run_script
 from recurjax.experiment import Experiment
@@ -115,9 +115,9 @@ def main(argv: list[str] | None = None) -> int:
         recipe=lambda start, name: recipe(options, start, name),
         text=options.text,
     )
-    wanted = chosen(cases(options), options.cases)
+    selected = select(cases(options), options.cases)
     with stopped_after(options.minutes):
-        table = whole.run(wanted, seeds=options.seeds)
+        table = whole.run(selected, seeds=options.seeds)
     if table is None:
         return 130
     print(table, end="")

@@ -210,13 +210,13 @@ def main(argv: list[str] | None = None) -> int:
         )
         rows = largest_batch(config, length=options.length, memory=memory)
         print(f"{options.model}: {rows:,} rows of {options.length:,} tokens fit")
-    found = throughput(queue, full, block)
+    result = throughput(queue, full, block)
     mean = queue.loops.sum() / queue.tokens.sum()
     print(f"{len(queue.tokens):,} samples, {mean:.3f} loops a token\n")
     print("| batching | tokens/s | over static | over sequence-wise |")
     print("|---|---|---|---|")
-    for name, speed in found.items():
-        ratios = (speed / found[other] for other in ("static", "sequence"))
+    for name, speed in result.items():
+        ratios = (speed / result[other] for other in ("static", "sequence"))
         cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"| {name} | {speed:,.0f} | {cells} |")
     return 0

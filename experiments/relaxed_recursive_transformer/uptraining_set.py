@@ -137,7 +137,7 @@ class Set:
         _command(words)
 
 
-def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     """Returns the cases of these names, in this order; no names: all of them.
 
     Raises:

@@ -83,7 +83,7 @@ def _check(call: ChunkAttentionCall) -> None:
             f"chunk_attention: needs query groups that divide the heads, got {N} "
             f"groups for {H} heads"
         )
-    wanted = {
+    shapes = {
         "own_logits": (own_logits, (B, T, H)),
         "own_values": (own_values, (B, T, H, E)),
         "ends.keys": (ends.keys, (B, H, S, E)),
@@ -92,7 +92,7 @@ def _check(call: ChunkAttentionCall) -> None:
         "first": (first, (B,)),
         "documents": (documents, (B, T)),
     }
-    dispatch.check_shapes("chunk_attention", wanted)
+    dispatch.check_shapes("chunk_attention", shapes)
     if (documents is None) != (ends.documents is None):
         raise ValueError(
             "chunk_attention: needs documents of positions and of chunk ends, or "

@@ -134,7 +134,7 @@ def choose_tiles(
     splits, per_group = 1, heads // groups
     while programs * splits < PROGRAMS and splits < per_group:
         splits = next(n for n in range(splits + 1, per_group + 1) if per_group % n == 0)
-    chosen = {
+    sizes = {
         "block_q": rows,
         "block_k": min(32 if wide else 64, most),
         "backward_block_q": min(rows, 32 if wide else 64),
@@ -143,7 +143,7 @@ def choose_tiles(
         "warps": None,
         "stages": 2,
     }
-    return Tiles(**(chosen | given))
+    return Tiles(**(sizes | given))
 
 
 def refusal_of_tiles(

@@ -150,11 +150,11 @@ def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
         "b_up": (F,),
         "b_gate": (F,),
     }
-    wanted = {
+    expected = {
         f"weights.{name}": (leaf, (L, *shapes.get(name, (width,))))
         for name, leaf in weights._asdict().items()
     }
-    check_shapes("recurrent_prefill", wanted)
+    check_shapes("recurrent_prefill", expected)
     if weights.b_gate is not None and weights.w_gate is None:
         raise ValueError(_wants("weights.b_gate with a w_gate only"))
 
@@ -166,18 +166,18 @@ def _check_cache(
     S = cache.keys.shape[2]
     # A training cache keeps nothing, not even an unfinished block.
     open_slots = spec.block - 1 if S else 0
-    wanted = {
+    shapes = {
         "keys": (L, B, S, spec.key_heads, spec.head_width),
         "temporary_keys": (L, B, open_slots, spec.key_heads, spec.head_width),
         "source": (L, B, source_width(S, D, spec)),
         "position": (B,),
         "written": (B,),
     }
-    wanted["values"] = wanted["keys"]
-    wanted["temporary_values"] = wanted["temporary_keys"]
+    shapes["values"] = shapes["keys"]
+    shapes["temporary_values"] = shapes["temporary_keys"]
     check_shapes(
         "recurrent_prefill",
-        {f"cache.{name}": (getattr(cache, name), wanted[name]) for name in wanted},
+        {f"cache.{name}": (getattr(cache, name), shapes[name]) for name in shapes},
     )
     # Slot s holds position s: unlike a ring buffer, this cache never overwrites.
     if S and T > S:

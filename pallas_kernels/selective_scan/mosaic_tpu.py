@@ -60,8 +60,8 @@ def choose_tiles(
     given = {} if blocks is None else blocks.given()
     groups = channels // LANES
     most = max(n for n in (1, 2, 3, 4) if groups % n == 0)
-    chosen = {"channels": most * LANES, "unroll": min(chunk, 8)}
-    return Tiles(**(chosen | given))
+    sizes = {"channels": most * LANES, "unroll": min(chunk, 8)}
+    return Tiles(**(sizes | given))
 
 
 def refusal_of_tiles(

@@ -204,10 +204,10 @@ class ChatSession:
           UserError: the talk is longer than the slot, or the template refuses it; then
             the text is not a part of it.
         """
-        said = [*self.messages, {"role": "user", "content": text}]
-        ids = self._ids(said)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._ids(messages)
         request, answered = self._answer(ids, show)
-        self.messages = [*said, {"role": "assistant", "content": request.text}]
+        self.messages = [*messages, {"role": "assistant", "content": request.text}]
         self.last = answered
         return answered
 
@@ -247,10 +247,10 @@ class ChatSession:
         """
         self.messages = _as_talk(read_json_object(file, "the talk"), file)
 
-    def _ids(self, said: list[Message]) -> list[int]:
+    def _ids(self, messages: list[Message]) -> list[int]:
         if self._template is not None:
-            return self._template.encode(said, self._tokenizer)
-        ids = self._tokenizer.encode(said[-1]["content"]).tolist()
+            return self._template.encode(messages, self._tokenizer)
+        ids = self._tokenizer.encode(messages[-1]["content"]).tolist()
         bos = self._tokenizer.bos
         return ids if bos is None else [bos, *ids]
 
@@ -332,22 +332,22 @@ def _as_talk(values: Mapping[str, Any], file: Path) -> list[Message]:
 
 
 def own_sampling(
-    given: SamplingConfig, wishes: Mapping[str, Any], defaults: Mapping[str, float]
+    given: SamplingConfig, options: Mapping[str, Any], defaults: Mapping[str, float]
 ) -> tuple[SamplingConfig, list[str]]:
     """Fills in the model's own settings where the user names none.
 
     Args:
       given: what holds where neither says anything.
-      wishes: the user's, None where there is none.
+      options: the user's, None where there is none.
       defaults: the model's own, by its generation_config.json.
 
     Returns:
       The settings, and those of the model's that hold.
     """
     changes, names = {}, []
-    for name, wish in wishes.items():
-        if wish is not None:
-            changes[name] = wish
+    for name, value in options.items():
+        if value is not None:
+            changes[name] = value
         elif name in defaults:
             changes[name] = defaults[name]
             names.append(f"{name} {defaults[name]}")
@@ -376,8 +376,10 @@ def run(argv: list[str]) -> int:
     template = load_template(
         options.run / "tokenizer", file=options.template, tokenizer=tokenizer
     )
-    wishes = {name: getattr(options, name) for name in _SAMPLING}
-    sampling, changed = own_sampling(PLAIN, wishes, tokenizer.settings.sampling)
+    sampling_options = {name: getattr(options, name) for name in _SAMPLING}
+    sampling, changed = own_sampling(
+        PLAIN, sampling_options, tokenizer.settings.sampling
+    )
     model = in_compute_dtype(loaded.model)
     most = model.config.max_length
     length = options.length or min(4096, most or 4096)

@@ -26,7 +26,7 @@ class CompilersOptions:
 def run(argv: list[str]) -> int:
     """Runs the command."""
     options = parse(CompilersOptions, argv, prog="recurjax compilers")
-    needed = compilers.wanted(options.constraint)
+    needed = compilers.requirements(options.constraint)
     folders = [options.into] if options.into else compilers.places()
     # Use whatever is installed in fitting versions, in any folder.
     for folder in folders:

@@ -196,9 +196,9 @@ def _unforeseen(error: Exception) -> str:
     if package_frames:
         file, line = package_frames[-1]
         place = f" in {file.relative_to(_PACKAGE.parent)}, line {line}"
-    said = str(error).strip().partition("\n")[0][:300]
+    message = str(error).strip().partition("\n")[0][:300]
     return (
-        f"stopped by an error of its own{place} ({type(error).__name__}: {said}): "
+        f"stopped by an error of its own{place} ({type(error).__name__}: {message}): "
         f"please report it to {REPORTS} with what the same command prints with {_DEBUG}"
     )
 

@@ -96,9 +96,9 @@ def override(default: T, argv: Sequence[str], *, prog: str) -> T:
 
 
 def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(output):
             return tyro.cli(
                 kind,
                 args=list(argv),
@@ -111,7 +111,7 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
         # --help ends with 0 and has printed what it should.
         if not end.code:
             raise
-        raise UserError(_with_option(_sentence(said.getvalue()))) from None
+        raise UserError(_with_option(_sentence(output.getvalue()))) from None
     except ValueError as error:  # from the class's own __post_init__
         raise UserError(_with_option(str(error))) from error
 
@@ -288,9 +288,9 @@ def _sentence(box: str) -> str:
     # tyro repeats an option's name in front of its message.
     text = re.sub(r"^(\S+): (?=\1\b)", "", text.removeprefix("Error parsing "))
     if "Argument helptext:" in lines:
-        wanted = lines[lines.index("Argument helptext:") + 1].partition(" ")[2]
-        wanted = re.sub(r"\bINT\b", "an integer", wanted).replace("{None}|", "")
-        text = f"{text.rstrip('.')} (it needs {wanted})"
+        kind = lines[lines.index("Argument helptext:") + 1].partition(" ")[2]
+        kind = re.sub(r"\bINT\b", "an integer", kind).replace("{None}|", "")
+        text = f"{text.rstrip('.')} (it needs {kind})"
     return text
 
 

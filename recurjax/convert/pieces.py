@@ -168,14 +168,14 @@ class PieceTable:
     def finished(self) -> list[Piece]:
         """Returns the table; every parameter is in it, every layer once."""
         # Every layer of every stacked parameter, once each.
-        wanted = {
+        expected = {
             (name, layer)
             for name, shape in self.shapes.items()
             for layer in layers_of(name, shape)
         }
         places = [(piece.parameter, piece.layer) for piece in self.pieces]
         assert len(places) == len(set(places)), "a parameter is in the table twice"
-        assert set(places) == wanted, sorted(wanted ^ set(places), key=str)
+        assert set(places) == expected, sorted(expected ^ set(places), key=str)
         return self.pieces
 
     def _result(self, parameter: str, layer: Layer) -> tuple[int, ...]:
@@ -234,11 +234,11 @@ def check_tensors(
     Raises:
       UserError: tensors missing, unknown, of another shape or no floats; all listed.
     """
-    wanted: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
+    expected: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
     # All differences are gathered before anything is raised: a user sees in one run
     # whether a name, a size or the entire model differs.
     there, mismatches = source.tensors, []
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if name not in there:
             mismatches.append(f"{name} is missing")
             continue
@@ -251,7 +251,7 @@ def check_tensors(
     # A tensor that nothing reads would be a part of the model silently left out.
     mismatches += [
         f"{name} is not a tensor of this model"
-        for name in sorted(set(there) - set(wanted) - set(ignored))
+        for name in sorted(set(there) - set(expected) - set(ignored))
     ]
     if mismatches:
         raise UserError(

@@ -123,13 +123,13 @@ class AnswersDataset(RowsOfText):
             raise ValueError(
                 f"AnswersDataset: need length, batch >= 1, got {length}, {batch}"
             )
-        chosen = self.split(split)
-        if not chosen:
+        questions = self.split(split)
+        if not questions:
             raise UserError(
                 f"no example is left for {split} of {len(self.examples)}: give more "
                 "examples, or another validation_fraction"
             )
-        examples = [fitted(example, length) for example in chosen]
+        examples = [fitted(example, length) for example in questions]
         plan = [[number] for number in range(len(examples))]
         if self._packed:
             plan = packed(examples, length)
@@ -171,8 +171,8 @@ def _fill(
         places = slice(at, at + len(prompt) + len(answer) - 1)
         batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
         # From the prompt's last position on, each position predicts the next token.
-        wanted = answer if scored is None else np.where(scored, answer, IGNORED)
-        batch["targets"][r, places.stop - len(answer) : places.stop] = wanted
+        targets = answer if scored is None else np.where(scored, answer, IGNORED)
+        batch["targets"][r, places.stop - len(answer) : places.stop] = targets
         if "segments" in batch:
             batch["segments"][r, places] = segment
         at = places.stop
@@ -309,8 +309,8 @@ def _prompt(
     if line.prompt[0][0] and template is not None:
         # Only the template may write a BOS: serving adds none before a conversation
         # either.
-        said = [{"role": role, "content": text} for role, text in line.prompt]
-        return [], template.parts(said, tokenizer)
+        messages = [{"role": role, "content": text} for role, text in line.prompt]
+        return [], template.parts(messages, tokenizer)
     text = plain(line.prompt) if line.prompt[0][0] else line.prompt[0][1]
     # Encode the text apart from the tokens, as for a prompt: after a special token some
     # tokenizers drop the space that a text begins with.

@@ -218,10 +218,10 @@ def _unfolded(word: str, format: Format) -> tuple[str, ...]:
     if format != "auto":
         ends = {end for end in ends if _format(end) == format}
     if not ends:
-        wanted = ", ".join(
+        accepted = ", ".join(
             e for e, kind in FORMAT_OF.items() if format in ("auto", kind)
         )
-        raise UserError(f"{word} is a folder without a file that ends in {wanted}")
+        raise UserError(f"{word} is a folder without a file that ends in {accepted}")
     root = word.rstrip("/")
     # A bracket in a folder's own name is no glob.
     root = root if "://" in root else glob.escape(root)

@@ -237,16 +237,16 @@ def validation_start(
     # Nothing is held back, and no token needs to be looked at.
     if fraction == 0.0:
         return stream.tokens
-    wanted = int(fraction * int(document_bytes.sum()))
+    target = int(fraction * int(document_bytes.sum()))
     # Counted from the end: bytes of the last document, of the last two, ...
     after = np.cumsum(document_bytes[::-1])
-    whole = int(np.searchsorted(after, wanted, side="right"))
+    whole = int(np.searchsorted(after, target, side="right"))
     first = len(document_bytes) - whole  # the first document that is all validation
     stop = stream.tokens if whole == 0 else int(stream.starts[first])
     if first == 0:
         # All of the corpus is validation.
         return stop
-    left = wanted - (int(after[whole - 1]) if whole else 0)
+    left = target - (int(after[whole - 1]) if whole else 0)
     # The cut is inside this document: its tokens are counted from its end.
     [ids] = stream.read([(int(stream.starts[first - 1]), stop)])
     return stop - validation_tokens(ids, tokenizer, left)

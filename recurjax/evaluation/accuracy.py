@@ -199,9 +199,7 @@ def accuracy(
         raise ValueError("accuracy: no row has a target")
     # A class that was never an answer has no share; it is left out of the mean.
     total = classes[1] > 0
-    places = [
-        right / asked_ if asked_ else None for right, asked_ in positions.T.tolist()
-    ]
+    places = [right / count if count else None for right, count in positions.T.tolist()]
     several = {
         f"{name}={value}": counts
         for (name, value), counts in sorted(by_slice.items())

@@ -451,14 +451,14 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
     Raises:
       UserError: a file is missing or does not hold what it should.
     """
-    wanted = [directory / "core.yaml", directory / "eval_meta_data.csv"]
-    missing = [str(file) for file in wanted if not file.is_file()]
+    required = [directory / "core.yaml", directory / "eval_meta_data.csv"]
+    missing = [str(file) for file in required if not file.is_file()]
     if missing:
         raise UserError(
             f"{directory} is not a CORE bundle: no {' and no '.join(missing)}"
         )
     try:
-        listed = yaml.safe_load(wanted[0].read_text(encoding="utf-8"))["icl_tasks"]
+        listed = yaml.safe_load(required[0].read_text(encoding="utf-8"))["icl_tasks"]
         files = [directory / "eval_data" / task["dataset_uri"] for task in listed]
         settings = [
             {
@@ -470,7 +470,7 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
             }
             for task in listed
         ]
-        with wanted[1].open(encoding="utf-8", newline="") as file:
+        with required[1].open(encoding="utf-8", newline="") as file:
             baselines = {
                 row["Eval Task"]: float(row["Random baseline"])
                 for row in csv.DictReader(file)
@@ -482,7 +482,7 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
         raise UserError(f"{directory} lacks files of CORE: {', '.join(missing)}")
     for task in settings:
         if task["label"] not in baselines:
-            raise UserError(f"{wanted[1]} has no Random baseline for {task['label']}")
+            raise UserError(f"{required[1]} has no Random baseline for {task['label']}")
     return tuple(
         _task(file, _lines(file), task | {"baseline": baselines[task["label"]]})
         for file, task in zip(files, settings, strict=True)

@@ -35,7 +35,7 @@ from recurjax.files.atomic import write_atomic, write_figure
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
 
-Way = Literal["static", "oracle", "confidence", "cosine", "head"]
+Rule = Literal["static", "oracle", "confidence", "cosine", "head"]
 """static: all tokens leave after the same loop, the threshold; oracle: after the first
 whose likeliest token is the full model's, which decoding cannot know; else a rule."""
 
@@ -61,7 +61,7 @@ class ExitScore(NamedTuple):
       tokens: that were predicted.
     """
 
-    rule: Way
+    rule: Rule
     threshold: float
     loops: float
     agreement: float
@@ -93,11 +93,11 @@ def score_exits(
     stack = exits_of(model)
     # What every rule is held against: always leaving after the same loop, and the best
     # that a rule could do if it knew the full model's token.
-    tries: list[tuple[Way, Sequence[float]]] = [
+    tries: list[tuple[Rule, Sequence[float]]] = [
         ("static", range(1, stack.exits + 1)),
         ("oracle", (0.0,)),
     ]
-    named: tuple[Way, ...] = ("confidence", "cosine", "head")
+    named: tuple[Rule, ...] = ("confidence", "cosine", "head")
     for name in named:
         if (values := thresholds.get(name)) is not None:
             tries.append((name, values))
@@ -111,13 +111,13 @@ def score_exits(
         for batch in batches():
             # The full model's tokens, once a batch: every threshold is compared with
             # them.
-            wanted = _full(model, batch)
+            full_ids = _full(model, batch)
             for number, value in enumerate(values):
                 # An argument and no constant: one program serves all thresholds of a
                 # rule.
                 threshold = jnp.float32(value)
                 batch_sums = _sums(
-                    model, batch, sizes, wanted, threshold, head, rule=rule
+                    model, batch, sizes, full_ids, threshold, head, rule=rule
                 )
                 sums[number] += np.asarray(batch_sums, np.float64)
         if not sums[:, 1].all():
@@ -157,8 +157,8 @@ def _first_agreeing(model: Decoder, batch: Batch) -> Int[Array, "B T"]:
     stack = exits_of(model)
     cache = model.init_cache(batch.ids.shape[0], 0)
     after, _ = stack.states(model.embed(batch.ids), cache, _tokens(batch))
-    chosen = [likeliest(model, model.final_norm(x)) for x in after]
-    same = jnp.stack([each == chosen[-1] for each in chosen])
+    ids = [likeliest(model, model.final_norm(x)) for x in after]
+    same = jnp.stack([each == ids[-1] for each in ids])
     # argmax is the first True; the last loop always agrees with itself.
     return jnp.where(batch.targets != IGNORED, 1 + same.argmax(0), 0)
 
@@ -261,11 +261,11 @@ def _sums(
     model: Decoder,
     batch: Batch,
     sizes: Real[Array, " V"],
-    wanted: Int[Array, "B T"],
+    full_ids: Int[Array, "B T"],
     threshold: Float[Array, ""],
     head: ExitHead | None,
     *,
-    rule: Way,
+    rule: Rule,
 ) -> Float[Array, " 6"]:
     """Sums nats, tokens, nats of text, its bytes, loops, and agreements."""
 
@@ -276,7 +276,7 @@ def _sums(
             return cosine(before, after) > threshold
         normed = model.final_norm(after)
         if rule == "oracle":
-            return likeliest(model, normed) == wanted
+            return likeliest(model, normed) == full_ids
         if rule == "head":
             assert head is not None
             return head_score(head, loop, normed) > threshold
@@ -297,14 +297,14 @@ def _sums(
         target = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         return reductions.logsumexp(logits) - target, logits.argmax(-1)
 
-    nats, chosen = by_pieces(model, read, model.final_norm(x), labels)
+    nats, ids = by_pieces(model, read, model.final_norm(x), labels)
     nats = jnp.where(counted, nats, 0)
     figures = [
         nats.sum(),
         counted.sum(),
         *text_sums(nats, batch.targets, sizes),
         jnp.where(counted, ran, 0).sum(),
-        (counted & (chosen == wanted)).sum(),
+        (counted & (ids == full_ids)).sum(),
     ]
     return jnp.stack([figure.astype(jnp.float32) for figure in figures])
 

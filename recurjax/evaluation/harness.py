@@ -254,23 +254,25 @@ class HarnessModel(TemplateLM):
         questions = [self._question(*request.args) for request in requests]
         return self.evaluator.answers(questions, name="answers")
 
-    def _question(self, context: str, wanted: dict[str, Any]) -> Question:
-        most = wanted.get("max_gen_toks") or wanted.get("max_tokens") or DEFAULT_MOST
-        until = wanted.get("until") or []
+    def _question(self, context: str, arguments: dict[str, Any]) -> Question:
+        most = (
+            arguments.get("max_gen_toks") or arguments.get("max_tokens") or DEFAULT_MOST
+        )
+        until = arguments.get("until") or []
         stop = tuple([until] if isinstance(until, str) else until)
-        temperature = float(wanted.get("temperature") or 0.0)
+        temperature = float(arguments.get("temperature") or 0.0)
         sampling = GREEDY
-        if wanted.get("do_sample", temperature > 0) and temperature > 0:
+        if arguments.get("do_sample", temperature > 0) and temperature > 0:
             sampling = SamplingConfig(
                 temperature=temperature,
-                top_k=wanted.get("top_k"),
-                top_p=float(wanted.get("top_p", 1.0)),
+                top_k=arguments.get("top_k"),
+                top_p=float(arguments.get("top_p", 1.0)),
             )
-        penalty = float(wanted.get("repetition_penalty", 1.0))
+        penalty = float(arguments.get("repetition_penalty", 1.0))
         sampling = replace(sampling, repetition_penalty=penalty)
         # An empty prompt needs a token to go on after.
         prompt = tuple(self.tok_encode(context)) or (self.prefix_token_id,)
-        if wanted.get("truncation") == "middle":
+        if arguments.get("truncation") == "middle":
             prompt = self._without_middle(prompt, most)
         longest = self.evaluator.model.config.max_length
         if longest is not None:  # the last tokens, which hold the question

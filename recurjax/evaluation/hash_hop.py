@@ -51,7 +51,7 @@ def read_chains(
     """
     # Bytes of one element of a chain, as the task writes it.
     element = len(" = ") + task.size
-    said = task.hops if task.thoughts else 1
+    elements = task.hops if task.thoughts else 1
     chains = []
     for batch in batches:
         right = _right_tokens(model, batch, objective=objective, mesh=mesh)
@@ -60,7 +60,7 @@ def read_chains(
             # byte ends it: as text too the chain then is right so far.
             ended = reached % element or instead in _ENDERS
             whole = max(0, reached if ended else reached - 1) // element
-            chains += [whole / said] if query else []
+            chains += [whole / elements] if query else []
     return chains
 
 
@@ -86,10 +86,10 @@ def generated_chains(evaluator: Evaluator, data: TaskData) -> list[float]:
         Question(evaluator.context(prompt), 2 * len(encode(answer)), (END,))
         for prompt, answer in problems
     ]
-    said = evaluator.answers(questions, name="chains")
+    answers = evaluator.answers(questions, name="chains")
     return [
         right_share(_elements(answer), text)
-        for (_, answer), text in zip(problems, said, strict=True)
+        for (_, answer), text in zip(problems, answers, strict=True)
     ]
 
 

@@ -194,7 +194,7 @@ class Scorer:
             ]
             # Few widths, so that few programs are compiled; the padding has no effect.
             width = self._bucket(max(map(len, rows)))
-            wanted = [pairs[number].continuation for number in batch]
+            continuations = [pairs[number].continuation for number in batch]
             first = [len(pairs[number].context) - 1 for number in batch]
             nats, greedy = _score_rows(
                 self.model,
@@ -202,12 +202,16 @@ class Scorer:
                 self._on_mesh(_lengths(rows, self._rows)),
                 self._on_mesh(_column(first, self._rows)),
                 self._on_mesh(
-                    _padded(wanted, self._rows, bucket(max(map(len, wanted)), width))
+                    _padded(
+                        continuations,
+                        self._rows,
+                        bucket(max(map(len, continuations)), width),
+                    )
                 ),
                 reading=self.reading,
                 mesh=self.mesh,
             )
-            yield _collect(batch, wanted, nats, greedy)
+            yield _collect(batch, continuations, nats, greedy)
 
     def _shared(
         self, pairs: Sequence[Pair], groups: list[list[int]]
@@ -240,17 +244,21 @@ class Scorer:
             ]
             flat.sort(key=lambda at: len(pairs[at[1]].continuation), reverse=True)
             for part in _batches(flat, self._rows):
-                wanted = [pairs[number].continuation for _, number in part]
-                columns = bucket(max(map(len, wanted)), room, smallest=FEWEST_COLUMNS)
+                continuations = [pairs[number].continuation for _, number in part]
+                columns = bucket(
+                    max(map(len, continuations)), room, smallest=FEWEST_COLUMNS
+                )
                 nats, greedy = _score_continuations(
                     self.model,
                     state,
                     self._on_mesh(_column([row for row, _ in part], self._rows)),
-                    self._on_mesh(_padded(wanted, self._rows, columns)),
-                    self._on_mesh(_lengths(wanted, self._rows)),
+                    self._on_mesh(_padded(continuations, self._rows, columns)),
+                    self._on_mesh(_lengths(continuations, self._rows)),
                     mesh=self.mesh,
                 )
-                yield _collect([number for _, number in part], wanted, nats, greedy)
+                yield _collect(
+                    [number for _, number in part], continuations, nats, greedy
+                )
 
     @property
     def _rows(self) -> int:
@@ -375,11 +383,11 @@ def _against(
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Returns -log p of each target and whether it is the likeliest token."""
 
-    def score(x: Array, wanted: Array) -> tuple[Array, Array]:
+    def score(x: Array, targets: Array) -> tuple[Array, Array]:
         logits = model.logits(x)
-        chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         nats = reductions.logsumexp(logits) - chosen
-        return nats, logits.argmax(-1) == wanted
+        return nats, logits.argmax(-1) == targets
 
     return by_pieces(model, score, states, targets)
 
@@ -392,11 +400,11 @@ def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def _collect(
-    numbers: list[int], wanted: list, nats: Array, greedy: Array
+    numbers: list[int], continuations: list, nats: Array, greedy: Array
 ) -> dict[int, PairScore]:
     nats_, greedy_ = np.asarray(nats, np.float32), np.asarray(greedy)
     scores = {}
-    for row, (number, tokens) in enumerate(zip(numbers, wanted, strict=True)):
+    for row, (number, tokens) in enumerate(zip(numbers, continuations, strict=True)):
         row_nats = nats_[row, : len(tokens)].copy()
         right = bool(greedy_[row, : len(tokens)].all())
         scores[number] = PairScore(

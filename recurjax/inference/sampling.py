@@ -60,7 +60,7 @@ PLAIN = SamplingConfig()
 class RowSampling(NamedTuple):
     """How the next token of each row is chosen: `SamplingConfig`s as arrays.
 
-    They are arguments of a compiled program, so that every wish runs the same one.
+    They are arguments of a compiled program, so that every setting runs the same one.
 
     Attributes:
       repetition_penalty, temperature, top_p: as in `SamplingConfig`.

@@ -45,8 +45,8 @@ def keep() -> None:
     from jax._src import compilation_cache
 
     cache = cache_folder()
-    chosen = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-    if cache is None or chosen is not None:
+    configured = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    if cache is None or configured is not None:
         return
     if not hasattr(compilation_cache, "get_file_cache"):
         print(

@@ -64,10 +64,10 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set_flags(wanted: dict[str, str]) -> None:
+def _set_flags(flags: dict[str, str]) -> None:
     given = os.environ.get("XLA_FLAGS", "").split()
-    chosen = {flag.partition("=")[0] for flag in given}
-    ours = [f"{flag}={value}" for flag, value in wanted.items() if flag not in chosen]
+    names = {flag.partition("=")[0] for flag in given}
+    ours = [f"{flag}={value}" for flag, value in flags.items() if flag not in names]
     os.environ["XLA_FLAGS"] = " ".join([*given, *ours])
 
 

@@ -235,10 +235,10 @@ def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
     reason = " ".join(lines[:2] or lines_of_error[:1]) or type(error).__name__
     # Either message comes, depending on where the compiler gives up.
     needed = None
-    if wanted := _WHOLE.search(text):
-        needed = int(float(wanted[1]) * _UNITS[wanted[2]])
-    elif wanted := _TEMPORARIES.search(text):
-        needed = int(float(wanted[1]) * _UNITS[wanted[2]]) + sum(parts.values())
+    if match := _WHOLE.search(text):
+        needed = int(float(match[1]) * _UNITS[match[2]])
+    elif match := _TEMPORARIES.search(text):
+        needed = int(float(match[1]) * _UNITS[match[2]]) + sum(parts.values())
     memory = "RESOURCE_EXHAUSTED" in text or needed is not None
     kind = "memory" if memory else type(error).__name__
     return {"failed": reason[:600], "failed_by": kind, "needed": needed}

@@ -53,7 +53,7 @@ def find_compilers(plugin: str) -> Path | None:
     return next((place for place in places() if (place / plugin).is_dir()), None)
 
 
-def wanted(constraints: Path | None = None) -> list[Requirement]:
+def requirements(constraints: Path | None = None) -> list[Requirement]:
     """Lists what goes with the jax that is installed.
 
     Args:

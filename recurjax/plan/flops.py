@@ -62,19 +62,19 @@ def count_flops(jaxpr: Any, *, platform: str) -> Flops:
       platform: "tpu", "cuda" or "cpu": which branch of `lax.platform_dependent` runs.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    chosen: dict[Any, int] = {}
+    backends: dict[Any, int] = {}
     total = Flops()
     for equation in jaxpr.eqns:
         # `platform_dependent` is a cond whose index another primitive makes from the
         # platform: remember which branch this platform takes, for the cond below.
         if equation.primitive.name == "platform_index":
             index = _branch(equation.params["platforms"], platform)
-            chosen[equation.outvars[0]] = index
-        total += _of_equation(equation, chosen, platform)
+            backends[equation.outvars[0]] = index
+        total += _of_equation(equation, backends, platform)
     return total
 
 
-def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
+def _of_equation(equation: Any, backends: dict[Any, int], platform: str) -> Flops:
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "ragged_dot_general"):
         return Flops(products=_of_product(equation))
@@ -92,8 +92,8 @@ def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
         index = equation.invars[0]
         if isinstance(index, Literal):
             return branches[int(index.val)]
-        if index in chosen:
-            return branches[chosen[index]]
+        if index in backends:
+            return branches[backends[index]]
         return max(branches, key=lambda branch: (branch.products, branch.other))
     inner = list(jaxprs_in_params(params))
     if name == "pallas_call":

@@ -76,12 +76,12 @@ def parse_topology(name: str) -> Topology:
             f"{', '.join(EXAMPLES)}"
         )
     if kind in DIMENSIONS:
-        wanted = DIMENSIONS[kind]
-        if not re.fullmatch("x".join([r"[1-9]\d*"] * wanted), shape):
+        dimensions = DIMENSIONS[kind]
+        if not re.fullmatch("x".join([r"[1-9]\d*"] * dimensions), shape):
             example = next(name for name in EXAMPLES if name.startswith(kind))
             raise UserError(
-                f"topology {name!r}: {kind} has {wanted} axes of chips, write it like "
-                f"{example}"
+                f"topology {name!r}: {kind} has {dimensions} axes of chips: write it "
+                f"like {example}"
             )
         sizes = tuple(int(size) for size in shape.split("x"))
     elif shape == "" and ":" not in name:

@@ -424,9 +424,9 @@ def _groups_of_mesh(named: re.Match[str], devices: int) -> list[list[int]]:
     # From here on ids are laid out as the mesh is, one axis each.
     ids = ids.reshape(list(sizes.values()))
     # The named axes go last and are joined: each row is then one group.
-    chosen = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named["axes"])]
-    last = np.moveaxis(ids, chosen, range(-len(chosen), 0))
-    return last.reshape(-1, math.prod(ids.shape[axis] for axis in chosen)).tolist()
+    axes = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named["axes"])]
+    last = np.moveaxis(ids, axes, range(-len(axes), 0))
+    return last.reshape(-1, math.prod(ids.shape[axis] for axis in axes)).tolist()
 
 
 def _lists(text: str) -> list[list[int]]:

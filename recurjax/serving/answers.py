@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from recurjax.data.tokenizers import Tokenizer, count_characters
-from recurjax.serving.bodies import Wanted
+from recurjax.serving.bodies import RequestOptions
 from recurjax.serving.prompt_scores import PromptScores
 from recurjax.serving.worker import AnswerStream, News
 
@@ -50,11 +50,11 @@ class Answers:
         *,
         name: str,
         chat: bool,
-        wanted: Wanted,
+        options: RequestOptions,
         tokenizer: Tokenizer,
         prompt_tokens: int,
     ):
-        self._chat, self._wanted, self._tokenizer = chat, wanted, tokenizer
+        self._chat, self._options, self._tokenizer = chat, options, tokenizer
         self._prompt_tokens = prompt_tokens
         # Clients group pieces of a stream by this id: one for all its choices.
         kind = "chatcmpl" if chat else "cmpl"
@@ -71,9 +71,9 @@ class Answers:
             # What a choice has gathered is news too: all of it at once.
             logprobs = self._logprobs(choice, choice, before=self._before(choice))
             row: dict[str, Any] = {"index": choice.index}
-            if self._wanted.token_ids:
+            if self._options.token_ids:
                 row["token_ids"] = choice.tokens
-            if self._wanted.exits:
+            if self._options.exits:
                 row["exits"] = choice.exits
             if self._chat:
                 row["message"] = {"role": "assistant", "content": choice.text}
@@ -94,7 +94,7 @@ class Answers:
                 yield self._piece(choice, {"delta": delta}, None, None)
             # Of a completion only an echoed prompt comes before the first token; with
             # its probabilities it comes when they are known.
-            elif choice.begin and self._wanted.top_logprobs is None:
+            elif choice.begin and self._options.top_logprobs is None:
                 choice.begun = True
                 yield self._piece(choice, {"text": choice.begin}, None, None)
 
@@ -110,9 +110,9 @@ class Answers:
         content: dict[str, Any] = {"text": text}
         if self._chat:
             content = {"delta": {"content": text}}
-        if self._wanted.token_ids:
+        if self._options.token_ids:
             content["token_ids"] = news.tokens
-        if self._wanted.exits:
+        if self._options.exits:
             content["exits"] = news.exits
         logprobs = self._logprobs(choice, news, before=before)
         # Chats tell their end in a piece of its own, with an empty delta.
@@ -124,7 +124,7 @@ class Answers:
     def ends(self, choices: list[Choice]) -> Iterator[dict[str, Any]]:
         """Yields what a stream ends with, before its last word."""
         # No choices in this piece, as OpenAI documents it.
-        if self._wanted.include_usage:
+        if self._options.include_usage:
             usage = self._usage(choices)
             yield {**self._headed(chunk=True), "choices": [], "usage": usage}
 
@@ -142,7 +142,7 @@ class Answers:
         row = {"index": choice.index, **content}
         row |= {"logprobs": logprobs, "finish_reason": reason}
         piece = {**self._headed(chunk=True), "choices": [row]}
-        return piece | ({"usage": None} if self._wanted.include_usage else {})
+        return piece | ({"usage": None} if self._options.include_usage else {})
 
     def _usage(self, choices: list[Choice]) -> dict[str, int]:
         completion = sum(len(choice.tokens) for choice in choices)
@@ -159,9 +159,9 @@ class Answers:
         *,
         before: tuple[list[int], PromptScores] | None = None,
     ) -> Any:
-        if self._wanted.top_logprobs is None:
+        if self._options.top_logprobs is None:
             return None
-        count = self._wanted.top_logprobs
+        count = self._options.top_logprobs
         tokens, logprobs, best = [*news.tokens], [*news.logprobs], [*news.top]
         # The two routes tell probabilities in different forms.
         if self._chat:

@@ -27,12 +27,12 @@ from recurjax.errors import UserError
 from recurjax.inference.engine.memory import StateSize
 from recurjax.serving.answers import Answers, Choice
 from recurjax.serving.bodies import (
-    Wanted,
+    RequestOptions,
     read_body,
     read_messages,
+    read_options,
     read_prompts,
     read_template_options,
-    read_wishes,
 )
 from recurjax.serving.errors import RequestError
 from recurjax.serving.metrics import Metrics
@@ -383,15 +383,15 @@ class App:
         )
 
     async def _complete(self, request: Request) -> Any:
-        def read(body: dict[str, Any]) -> tuple[Served, Wanted, list[Any]]:
+        def read(body: dict[str, Any]) -> tuple[Served, RequestOptions, list[Any]]:
             served = self._model(body)
-            wanted = read_wishes(body, chat=False, defaults=served.sampling)
+            options = read_options(body, chat=False, defaults=served.sampling)
             prompts = read_prompts(body)
-            check_budget(served, prompts, n=wanted.n)
-            return served, wanted, list(prompts)
+            check_budget(served, prompts, n=options.n)
+            return served, options, list(prompts)
 
-        served, wanted, given = await self._read(request, read)
-        scored = wanted.echo and wanted.top_logprobs is not None
+        served, options, given = await self._read(request, read)
+        scored = options.echo and options.top_logprobs is not None
         served.worker.ready()
         if scored and served.worker.scorer is None:
             raise RequestError(
@@ -406,22 +406,22 @@ class App:
                 prompt = await self._in_pool(_encode, served.tokenizer, prompt, True)
             prompts.append(prompt)
         begins = [""] * len(prompts)
-        if wanted.echo:
+        if options.echo:
             begins = [
                 await self._in_pool(served.tokenizer.decode, ids) for ids in prompts
             ]
-        return self._answer(served, prompts, wanted, begins=begins, scored=scored)
+        return self._answer(served, prompts, options, begins=begins, scored=scored)
 
     async def _chat(self, request: Request) -> Any:
-        def read(body: dict[str, Any]) -> tuple[Served, Wanted, Any, Any]:
+        def read(body: dict[str, Any]) -> tuple[Served, RequestOptions, Any, Any]:
             served = self._model(body)
-            wanted = read_wishes(body, chat=True, defaults=served.sampling)
-            messages, options = read_messages(body), read_template_options(body)
+            options = read_options(body, chat=True, defaults=served.sampling)
+            messages, arguments = read_messages(body), read_template_options(body)
             text = "".join(message["content"] for message in messages)
-            check_budget(served, [text], n=wanted.n, field="messages")
-            return served, wanted, messages, options
+            check_budget(served, [text], n=options.n, field="messages")
+            return served, options, messages, arguments
 
-        served, wanted, messages, options = await self._read(request, read)
+        served, options, messages, arguments = await self._read(request, read)
         if served.template is None:
             raise RequestError(
                 400,
@@ -435,16 +435,16 @@ class App:
                     message["role"] = "system"
         # Names of special tokens in the messages stay text.
         encode = partial(
-            served.template.encode, messages, served.tokenizer, variables=options
+            served.template.encode, messages, served.tokenizer, variables=arguments
         )
         ids = await self._in_pool(encode)
-        return self._answer(served, [ids], wanted, chat=True)
+        return self._answer(served, [ids], options, chat=True)
 
     def _answer(
         self,
         served: Served,
         prompts: list[list[int]],
-        wanted: Wanted,
+        options: RequestOptions,
         *,
         begins: Sequence[str] = ("",),
         chat: bool = False,
@@ -452,7 +452,7 @@ class App:
     ) -> Any:
         """Submits every prompt n times, and answers in one piece or as they come."""
         engine = served.worker.ready()
-        top = wanted.top_logprobs or 0
+        top = options.top_logprobs or 0
         if top > engine.config.top_logprobs:
             raise RequestError(
                 400,
@@ -460,10 +460,13 @@ class App:
                 "tokens at each place",
                 field="logprobs",
             )
-        # A threshold of 0 is a wish too.
-        wishes = {"exit": wanted.threshold is not None, "return_exits": wanted.exits}
-        for name, wish in wishes.items():
-            if wish and engine.config.exit is None:
+        # A threshold of 0 is a threshold too.
+        exit_options = {
+            "exit": options.threshold is not None,
+            "return_exits": options.exits,
+        }
+        for name, present in exit_options.items():
+            if present and engine.config.exit is None:
                 raise RequestError(
                     400,
                     f"the tokens of {served.name} do not leave early: leave {name} "
@@ -475,36 +478,36 @@ class App:
             ids = np.asarray(prompt, np.int64)
             # The last token is sampled, not read: it needs no place in the cache.
             room = max(engine.config.length - len(prompt) + 1, 1)
-            limit = room if wanted.max_tokens is None else wanted.max_tokens
+            limit = room if options.max_tokens is None else options.max_tokens
             # Each choice draws from a stream of its own under the request's seed.
-            for choice in range(wanted.n):
-                settings = wanted.request_settings(
+            for choice in range(options.n):
+                settings = options.request_settings(
                     limit=limit, choice=choice, ends=served.ends
                 )
                 requests.append((ids, settings))
         if any(len(prompt) == 0 for prompt in prompts):
             raise RequestError(400, "the prompt has no tokens", field="prompt")
         streams = served.worker.submit(
-            requests, scored=scored, continues=wanted.max_tokens != 0
+            requests, scored=scored, continues=options.max_tokens != 0
         )
         tokenizer = served.tokenizer
         choices = [
             Choice(
                 index=index,
                 stream=stream,
-                begin=begins[index // wanted.n],
+                begin=begins[index // options.n],
             )
             for index, stream in enumerate(streams)
         ]
         answers = Answers(
             name=served.name,
             chat=chat,
-            wanted=wanted,
+            options=options,
             tokenizer=tokenizer,
             prompt_tokens=sum(map(len, prompts)),
         )
         talk = RequestStream(served.worker, choices, self._metrics, served.name)
-        if wanted.stream:
+        if options.stream:
             return Events(talk, answers)
         return WholeAnswer(talk, answers)
 

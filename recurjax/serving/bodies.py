@@ -22,7 +22,7 @@ LONGEST_OPTIONS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class RequestOptions:
     """The settings of a body, without its prompt.
 
     Attributes:
@@ -79,12 +79,12 @@ def read_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_wishes(
+def read_options(
     body: Mapping[str, Any],
     *,
     chat: bool,
     defaults: Mapping[str, float] = MappingProxyType({}),
-) -> Wanted:
+) -> RequestOptions:
     """Reads the fields of a completion or a chat completion, but for the prompt.
 
     Args:
@@ -157,7 +157,7 @@ def read_wishes(
         limit = "max_completion_tokens"
     # Without new tokens a completion only scores the prompt that it echoes.
     least = 0 if not chat and _flag(body, "echo") else 1
-    return Wanted(
+    return RequestOptions(
         model=_single(body, "model", "", str, "a text"),
         n=_number(body, "n", 1, whole=True, least=1, most=MOST_CHOICES),
         max_tokens=_number(body, limit, None, whole=True, least=least, most=2**31 - 1),
@@ -298,13 +298,13 @@ def _flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def _single(
-    body: Mapping[str, Any], name: str, default: Any, kind: type, wish: str
+    body: Mapping[str, Any], name: str, default: Any, kind: type, expected: str
 ) -> Any:
     value = body.get(name)
     if value is None:
         return default
     if type(value) is not kind:
-        raise RequestError(400, f"{name} must be {wish}", field=name)
+        raise RequestError(400, f"{name} must be {expected}", field=name)
     return value
 
 

@@ -50,8 +50,8 @@ def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
                 f"{', '.join(there)}"
             )
     words = config.names or _NAMES
-    chosen = [name for name in adaptable if _word(name) in words]
-    keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
+    matching = [name for name in adaptable if _word(name) in words]
+    keys = dict(zip(matching, jax.random.split(key, len(matching)), strict=True))
 
     def add(path: tuple[Any, ...], leaf: Any) -> Any:
         name = parameter_name(path)

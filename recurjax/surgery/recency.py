@@ -310,16 +310,16 @@ def choose_heads(
     # lexsort: the last key is the first to decide.
     order = np.lexsort((np.arange(L * columns), -ratio.ravel(), -count.ravel()))
     if scope == "layer":
-        chosen = set()
+        replaced = set()
         for layer in range(L):
             heads = [n for n in order.tolist() if n // columns == layer]
-            chosen |= set(heads[: round(share * columns)])
+            replaced |= set(heads[: round(share * columns)])
     else:
-        chosen = set(order[: round(share * L * columns)].tolist())
+        replaced = set(order[: round(share * L * columns)].tolist())
     # Query heads of one column: 1, or a full group.
     size = H // columns
     return tuple(
-        tuple(head for head in range(H) if layer * columns + head // size in chosen)
+        tuple(head for head in range(H) if layer * columns + head // size in replaced)
         for layer in range(L)
     )
 

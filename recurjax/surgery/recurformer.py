@@ -216,9 +216,9 @@ def fit_mixers(
     nested, fits = to_nested_dict(model), []
     # Values of the key heads that the replaced query heads read, in their order.
     heads = [stack.heads(layer) for layer in range(stack.layers)]
-    chosen = [(each.group_of, each.replaced) for each in heads]
-    for layer, values, outputs in record_heads(base, texts, chosen):
-        if not chosen[layer][1]:
+    groups = [(each.group_of, each.replaced) for each in heads]
+    for layer, values, outputs in record_heads(base, texts, groups):
+        if not groups[layer][1]:
             continue
         mamba, fit = _fitted(
             layers[layer].attention.mamba,
@@ -241,7 +241,7 @@ def fit_mixers(
 def record_heads(
     base: Decoder,
     texts: Int[np.ndarray, "n T"],
-    chosen: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    groups: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yields each layer's number, and values and outputs [n, T, chosen ones, E].
 
@@ -266,13 +266,13 @@ def record_heads(
         wide = np.promote_types(states[0].dtype, np.float32)
         E = config.attention.head_width
         arrays = [
-            np.empty((*texts.shape, len(heads), E), wide) for heads in chosen[layer]
+            np.empty((*texts.shape, len(heads), E), wide) for heads in groups[layer]
         ]
         for number, x in enumerate(states):
             # The layer's own input goes on to its output: layers are run once, in turn.
             states[number], *both = _run_layer(block, group, x)
             rows = slice(number * BATCH, (number + 1) * BATCH)
-            for array, heads, part in zip(arrays, chosen[layer], both, strict=True):
+            for array, heads, part in zip(arrays, groups[layer], both, strict=True):
                 array[rows] = np.asarray(part)[:, :, list(heads)]
         values, outputs = arrays
         yield layer, values, outputs

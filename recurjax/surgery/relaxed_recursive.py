@@ -363,16 +363,16 @@ class RecursiveParts:
 
     def _shared(self, name: str, k: int) -> np.ndarray:
         """Returns what layer k of the block starts from."""
-        chosen, norms = self.sources[k] if self.sources else (), self.start.norms
+        source, norms = self.sources[k] if self.sources else (), self.start.norms
         if norms is not None and "_norm." in name:
             sharing = self.depths[:, k].tolist()
             if norms == "choice":
                 # A block that is one layer's already keeps that layer's norms.
                 single = self.start.init not in ("average", "random")
-                sharing = chosen if single else sharing[:1]
+                sharing = source if single else sharing[:1]
             return self._mean(name, sharing) * (norms != "zero")
         if self.sources:
-            return self._mean(name, chosen)
+            return self._mean(name, source)
         repeat, place = divmod(k, self.pattern)
         return on_host(self._drawn[f"stack.blocks.{place}.{name}"][repeat])
 

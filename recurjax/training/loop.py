@@ -218,7 +218,7 @@ class _Loop:
             )
         if finished:
             self._refuse_a_bad_end(state, step)
-        interrupted = self.interruption.wish == "interrupt"
+        interrupted = self.interruption.stop == "interrupt"
         stopped = "interrupted" if interrupted else "terminated"
         return TrainingResult(
             outcome="finished" if finished else stopped,
@@ -419,7 +419,7 @@ class _Interrupted(Exception):
     """An evaluation was left because the run is to stop."""
 
 
-Wish = Literal["terminate", "interrupt"]
+Stop = Literal["terminate", "interrupt"]
 
 
 class Interruption:
@@ -431,7 +431,7 @@ class Interruption:
     """
 
     def __init__(self):
-        self.wish: Wish | None = None
+        self.stop: Stop | None = None
         self._polls = 0
         self._agreed = False
         self._shared = jax.process_count() > 1
@@ -457,7 +457,7 @@ class Interruption:
     def requested(self) -> bool:
         """Says whether to stop here; every process must ask equally often."""
         if not self._shared:
-            return self.wish is not None
+            return self.stop is not None
         if not self._agreed:
             # Polls are counted: the service answers yes at the same number in every
             # process.
@@ -465,18 +465,18 @@ class Interruption:
             # True at the agreed poll only, not at those after it.
             self._agreed = multihost_utils.reached_preemption_sync_point(self._polls)
         if self._agreed:
-            self.wish = self.wish or "terminate"
+            self.stop = self.stop or "terminate"
         return self._agreed
 
     def _handle(self, number: signal.Signals, handler) -> None:
         self._previous[number] = signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self.wish = "interrupt" if number == signal.SIGINT else "terminate"
+        self.stop = "interrupt" if number == signal.SIGINT else "terminate"
         # Who presses Ctrl-C again does not want to wait for a checkpoint.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
-        self.wish = "interrupt"
+        self.stop = "interrupt"
         os.kill(os.getpid(), signal.SIGTERM)
         signal.signal(signal.SIGINT, signal.default_int_handler)

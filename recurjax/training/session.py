@@ -115,10 +115,10 @@ class Session:
         self._frozen = load_frozen(
             self.experiment, self.mesh, report, record=self.directory
         )
-        wanted = self._saved(self._step.state)
+        expected = self._saved(self._step.state)
         if (note := lossy_note(self.dataset)) is not None:
             report(note)
-        tree = to_nested_dict(wanted)
+        tree = to_nested_dict(expected)
         # What the spike rule remembers may be of another window, or of a version that
         # remembered less: then it begins again.
         restored = self._checkpoints.restore(tree, report=report, optional=_WINDOW)
@@ -142,7 +142,7 @@ class Session:
             report(message)
         training = self.experiment.training
         if restored is not None and training.adapters is None:
-            return from_nested_dict(wanted, self._with_window(restored.tree))
+            return from_nested_dict(expected, self._with_window(restored.tree))
         if restored is None and training.start_from is None:
             return self._step.initialise(jax.random.key(training.seed))
         before = None if restored is None else restored.base
@@ -151,7 +151,7 @@ class Session:
         state = self._step.begin(model)
         if restored is None:
             return state
-        saved = from_nested_dict(wanted, self._with_window(restored.tree))
+        saved = from_nested_dict(expected, self._with_window(restored.tree))
         return saved._replace(model=whole_model(saved.model, state.model))
 
     def _saved(self, state: TrainState) -> TrainState:
@@ -164,12 +164,12 @@ class Session:
     def _with_window(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Lets the spike rule begin again where a checkpoint lacks a part of it."""
         leaves = named(tree)
-        wanted = named(to_nested_dict(self._saved(self._step.state)))
+        expected = named(to_nested_dict(self._saved(self._step.state)))
         if all(leaves[name] is not None for name in _WINDOW):
             return tree
         fresh = {
             name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-            for name, leaf in wanted.items()
+            for name, leaf in expected.items()
             if name in _WINDOW
         }
         return nested({**leaves, **fresh})

@@ -198,8 +198,8 @@ def fault(metrics: Mapping[str, float]) -> str:
         "update_norm": "the update's norm",
     }
     reasons = [
-        f"{said} is {metrics[name]}"
-        for name, said in names.items()
+        f"{sentence} is {metrics[name]}"
+        for name, sentence in names.items()
         if not math.isfinite(metrics[name])
     ]
     far = f"the loss, {metrics['loss']:.4g}, is far above the last ones"

@@ -169,9 +169,9 @@ def test_compilers_are_looked_for_in_order(tmp_path, monkeypatch):
 
 def test_compilers_go_with_jax(tmp_path):
     pins = tmp_path / "pins.txt"
-    [libtpu, plugin, pjrt] = compilers.wanted()
+    [libtpu, plugin, pjrt] = compilers.requirements()
     pins.write_text("# pinned\nlibtpu==9.9; python_version > '3'\nlibtpu2==1\n")
-    [narrowed, *_] = compilers.wanted(pins)
+    [narrowed, *_] = compilers.requirements(pins)
     assert libtpu.specifier != narrowed.specifier and "==9.9" in str(narrowed)
     assert plugin.specifier == pjrt.specifier
     assert metadata.version("jaxlib") in plugin.specifier
@@ -196,7 +196,7 @@ def test_compilers_of_known_versions_must_have_their_hashes(monkeypatch, tmp_pat
 
     monkeypatch.setattr(compilers.subprocess, "run", install)
     constraints = Path(package.__file__).parents[1] / "constraints.txt"
-    needed = compilers.wanted(constraints)
+    needed = compilers.requirements(constraints)
     compilers.fetch(tmp_path / "known", needed)
     [(words, pins)] = calls
     assert words[-3:-1] == ["--require-hashes", "--requirement"]

@@ -55,9 +55,9 @@ def test_peaks_of_devices_that_only_train_are_their_makers_too():
     ("name", "said"),
     [
         ("v7x:2x2", "no topology 'v7x:2x2': use one of v4, v5e, v5p, v6e, h100, cpu"),
-        ("v5e", "v5e has 2 axes of chips, write it like v5e:1x1"),
+        ("v5e", "v5e has 2 axes of chips: write it like v5e:1x1"),
         ("v5e:4", "v5e has 2 axes"),
-        ("v5p:4x4", "v5p has 3 axes of chips, write it like v5p:2x2x1"),
+        ("v5p:4x4", "v5p has 3 axes of chips: write it like v5p:2x2x1"),
         ("v5e:0x2", "v5e has 2 axes"),
         ("h100:", "write h100 for one device or h100:8"),
         ("h100:2x4", "write h100 for one device or h100:8"),

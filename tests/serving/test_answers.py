@@ -8,7 +8,7 @@ import pytest
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.inference.engine import RequestSettings
 from recurjax.serving.answers import Answers, Choice
-from recurjax.serving.bodies import read_wishes
+from recurjax.serving.bodies import read_options
 from recurjax.serving.worker import AnswerStream, News
 from tests.serving.running import GREEDY, running, told
 
@@ -74,7 +74,7 @@ def answers(*, chat: bool) -> tuple[Answers, Choice]:
     result = Answers(
         name="m",
         chat=chat,
-        wanted=read_wishes({"model": "m", **asked}, chat=chat),
+        options=read_options({"model": "m", **asked}, chat=chat),
         tokenizer=ByteTokenizer(),
         prompt_tokens=1,
     )

@@ -18,7 +18,7 @@ from recurjax.serving.bodies import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     NEUTRAL,
-    read_wishes,
+    read_options,
 )
 from recurjax.serving.worker import Worker
 from tests.serving.running import GREEDY, told
@@ -89,9 +89,9 @@ def test_without_new_tokens_an_echoed_prompt_is_returned(server):
 def test_likeliest_tokens_of_one_text_are_all_told():
     from recurjax.serving.answers import Answers
 
-    wanted = read_wishes({"logprobs": 3}, chat=False)
+    wanted = read_options({"logprobs": 3}, chat=False)
     answers = Answers(
-        name="m", chat=False, wanted=wanted, tokenizer=ByteTokenizer(), prompt_tokens=1
+        name="m", chat=False, options=wanted, tokenizer=ByteTokenizer(), prompt_tokens=1
     )
     # BOS and an id beyond the vocabulary have no text.
     row = answers._by_name([(97, -0.1), (256, -1.0), (257, -2.0)])
@@ -101,10 +101,10 @@ def test_likeliest_tokens_of_one_text_are_all_told():
 def test_a_model_has_its_own_sampling_where_a_request_names_none():
     settings = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "do_sample": True}
     defaults = TextSettings(generation=settings).sampling
-    wanted = read_wishes({"top_p": 0.5}, chat=True, defaults=defaults).sampling
+    wanted = read_options({"top_p": 0.5}, chat=True, defaults=defaults).sampling
     assert (wanted.temperature, wanted.top_k, wanted.top_p) == (0.6, 20, 0.5)
     greedy = TextSettings(generation={"do_sample": False}).sampling
-    assert read_wishes({}, chat=True, defaults=greedy).sampling.temperature == 0.0
+    assert read_options({}, chat=True, defaults=greedy).sampling.temperature == 0.0
 
 
 def test_variables_reach_the_template_and_developers_are_its_system(server):
@@ -212,10 +212,10 @@ def test_pages_of_named_origins_may_ask():
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_seed_of_0_is_a_seed(chat):
     """Two texts of it are equal; without a seed each has another."""
-    assert [read_wishes({"seed": 0}, chat=chat).seed for _ in range(2)] == [0, 0]
-    drawn = {read_wishes(body, chat=chat).seed for body in ({}, {"seed": None}) * 2}
+    assert [read_options({"seed": 0}, chat=chat).seed for _ in range(2)] == [0, 0]
+    drawn = {read_options(body, chat=chat).seed for body in ({}, {"seed": None}) * 2}
     assert len(drawn) > 1
-    assert read_wishes({"seed": -1}, chat=chat).seed == 2**32 - 1
+    assert read_options({"seed": -1}, chat=chat).seed == 2**32 - 1
 
 
 def test_commands_without_a_seed_give_the_same_texts_but_for_a_talk():

@@ -12,14 +12,14 @@ def send(number):
 
 
 @pytest.mark.parametrize(
-    "number, wish", [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")]
+    "number, stop", [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt")]
 )
-def test_a_signal_becomes_a_wish_that_stays(number, wish):
+def test_a_signal_becomes_a_stop_that_stays(number, stop):
     with Interruption() as interruption:
         assert not interruption.requested()
         send(number)
         assert interruption.requested() and interruption.requested()
-        assert interruption.wish == wish
+        assert interruption.stop == stop
 
 
 def test_a_second_interrupt_stops_at_once():
@@ -57,7 +57,7 @@ def test_several_processes_stop_at_the_poll_they_agreed_on_and_stay_stopped(seve
     with Interruption() as interruption:
         said = [interruption.requested() for _ in range(5)]
     assert said == [False, False, True, True, True]
-    assert interruption.wish == "terminate"
+    assert interruption.stop == "terminate"
     assert several == [1, 2, 3]
 
 
@@ -71,4 +71,4 @@ def test_ctrl_c_of_one_process_is_passed_on_as_sigterm(several):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert got == [signal.SIGTERM]
-    assert said == [False, False, True] and interruption.wish == "interrupt"
+    assert said == [False, False, True] and interruption.stop == "interrupt"

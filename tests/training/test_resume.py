@@ -28,7 +28,7 @@ def train(root, *, stop_at_poll=None, experiment=None):
         def requested(self):
             self.polls += 1
             if self.polls == stop_at_poll:
-                self.wish = "terminate"
+                self.stop = "terminate"
             return super().requested()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.first_gpu import PAPER_MS, TOLERANCES, drawn
+from experiments.first_gpu import PAPER_MS, TOLERANCES, draw_inputs
 from experiments.recurrent_transformer.hopper.layer import (
     hopper_layers,
     refusal_of_device,
@@ -49,7 +49,7 @@ def check(shape: dict[str, int], **options: Any) -> float:
       AssertionError: it is above the tolerance.
     """
     B, T, D, H = (shape[name] for name in "BTDH")
-    spec, weights, x, _ = drawn(2, B, T, D, H, "bfloat16")
+    spec, weights, x, _ = draw_inputs(2, B, T, D, H, "bfloat16")
     got, _ = jax.jit(partial(hopper_layers, spec=spec, **options))(x, weights)
     with jax.default_matmul_precision("highest"):
         want = jax.jit(partial(recurrent_prefill_reference, spec=spec))(x, weights)
@@ -61,7 +61,7 @@ def check(shape: dict[str, int], **options: Any) -> float:
 def time_layer(shape: dict[str, int], *, repeats: int, **options: Any) -> float:
     """Returns a layer's forward in ms, the best of some repeats."""
     B, T, D, H = (shape[name] for name in "BTDH")
-    spec, weights, x, _ = drawn(1, B, T, D, H, "bfloat16")
+    spec, weights, x, _ = draw_inputs(1, B, T, D, H, "bfloat16")
     run = jax.jit(partial(hopper_layers, spec=spec, **options))
     return 1e3 * min(repeat(partial(run, x, weights), repeats=repeats))
 

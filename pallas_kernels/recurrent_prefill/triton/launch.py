@@ -96,7 +96,7 @@ def choose_tiles(
     while depth > _LEAST and _needed(rows, columns, depth, itemsize) > shared:
         depth //= 2
     rows_of_tile = sub_tile if direction == "forward" else tile
-    chosen = {
+    sizes = {
         "rows": rows,
         "columns": columns,
         "depth": depth,
@@ -106,7 +106,7 @@ def choose_tiles(
         "splits": 8,
         "stages": stages,
     }
-    return ProductTiles(tile=tile, **(chosen | given))
+    return ProductTiles(tile=tile, **(sizes | given))
 
 
 def _attend_rows(tile: int, spec: LayerSpec) -> int:

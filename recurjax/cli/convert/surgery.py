@@ -565,8 +565,8 @@ def _costs(config: ModelConfig, stack_of: Callable[..., Any]) -> str:
     before = count_parameters(config).total
     costs = []
     for rank in RANKS:
-        made = count_parameters(replace(config, stack=stack_of(rank=rank))).total
-        costs.append(f"{made / before:.0%} with --rank {rank}")
+        size = count_parameters(replace(config, stack=stack_of(rank=rank))).total
+        costs.append(f"{size / before:.0%} with --rank {rank}")
     return (
         f"--rank is missing: of {before:,} parameters there remain {', '.join(costs)}; "
         "with 0 all loops are one block, which must be trained before it predicts "

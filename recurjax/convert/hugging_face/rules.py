@@ -88,8 +88,8 @@ class Word:
 
     def write(self, values: Values) -> dict[str, Any]:
         stated = values[self.value]
-        said = (word for word, meaning in self.words.items() if meaning == stated)
-        return {self.name: next(said, self.default)}
+        words = (word for word, meaning in self.words.items() if meaning == stated)
+        return {self.name: next(words, self.default)}
 
 
 @dataclass(frozen=True, slots=True)

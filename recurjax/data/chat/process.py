@@ -66,7 +66,7 @@ class TemplateProcess:
             raise UserError(f"the chat template cannot take this: {error}") from error
         with self._lock:
             try:
-                answer = json.loads(self._asked(data))
+                answer = json.loads(self._answer(data))
             except BaseException:
                 # Half an answer is no place to go on from.
                 self._end()
@@ -81,7 +81,7 @@ class TemplateProcess:
         with self._lock:
             self._end()
 
-    def _asked(self, data: bytes) -> bytes:
+    def _answer(self, data: bytes) -> bytes:
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the answer says that it died

@@ -67,7 +67,7 @@ def read_corpus(corpus: Corpus) -> CorpusReading:
             total, documents = _per_file(corpus.patterns, _prompted_documents, corpus)
         case Conversations():
             talks = list(read_conversations(corpus))
-            total, documents = len(talks), _said(talks)
+            total, documents = len(talks), _documents(talks)
         # Tokens cannot be turned back into the text that another tokenizer would need.
         case Prepared():
             raise UserError(
@@ -123,13 +123,13 @@ def read_conversations(corpus: Conversations) -> Iterator[Conversation]:
                 raise UserError(
                     f"{where} has no field {corpus.field!r}; it has: {names}"
                 )
-            said = _messages_of(row[corpus.field])
-            if not any(role == "assistant" for role, _ in said):
+            parsed = _messages_of(row[corpus.field])
+            if not any(role == "assistant" for role, _ in parsed):
                 raise UserError(
                     f"{where}: {corpus.field} must be objects with role and content, "
                     "at least one of them the assistant's"
                 )
-            messages = tuple({"role": role, "content": text} for role, text in said)
+            messages = tuple({"role": role, "content": text} for role, text in parsed)
             yield Conversation(messages, where)
 
 
@@ -147,7 +147,7 @@ def _rows(file: CorpusFile, field: str) -> Iterator[tuple[Any, str]]:
                 yield _row(line, where), where
 
 
-def _said(talks: list[Conversation]) -> Iterator[Document]:
+def _documents(talks: list[Conversation]) -> Iterator[Document]:
     """Yields the texts as one, for a tokenizer that learns from them."""
     for number, talk in enumerate(talks, 1):
         texts = [message["content"] for message in talk.messages]
@@ -266,13 +266,13 @@ def _as_messages(row: Any, where: str, corpus: PromptAnswer) -> Messages:
 
 
 def _conversation(messages: Any, where: str) -> Messages:
-    said = _messages_of(messages)
-    if len(said) < 2 or said[-1][0] != "assistant":
+    parsed = _messages_of(messages)
+    if len(parsed) < 2 or parsed[-1][0] != "assistant":
         raise UserError(
             f"{where}: messages must be objects with role and content, at least two, "
             "and the last one the assistant's"
         )
-    return Messages(tuple(said[:-1]), said[-1][1])
+    return Messages(tuple(parsed[:-1]), parsed[-1][1])
 
 
 def _messages_of(messages: Any) -> list[tuple[str, str]]:

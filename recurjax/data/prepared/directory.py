@@ -132,8 +132,8 @@ class PreparedStream:
         self._source = self._opened()
         index = directory / INDEX
         if self._origin is not None:
-            wanted = manifest.index_sha256
-            index = mended_copy_of(self._origin, INDEX, sha256=wanted)
+            expected = manifest.index_sha256
+            index = mended_copy_of(self._origin, INDEX, sha256=expected)
         self.starts = _read_index(index, manifest)
 
     def read(self, spans: Sequence[Span]) -> list[Int32[np.ndarray, " _"]]:
@@ -141,8 +141,8 @@ class PreparedStream:
         # The records that each span touches, from the first to the last.
         ranges = [range(start // block, -(-stop // block)) for start, stop in spans]
         # Spans of one batch often share a record, which is then read once.
-        wanted = sorted({b for blocks in ranges for b in blocks})
-        records = dict(zip(wanted, self._records(wanted), strict=True))
+        blocks_read = sorted({b for blocks in ranges for b in blocks})
+        records = dict(zip(blocks_read, self._records(blocks_read), strict=True))
         dtype = np.dtype(self._manifest.dtype).newbyteorder("<")
         read = []
         for (start, stop), blocks in zip(spans, ranges, strict=True):
@@ -171,22 +171,22 @@ class PreparedStream:
             )
         return source
 
-    def _records(self, wanted: list[int]) -> Sequence[bytes]:
+    def _records(self, blocks: list[int]) -> Sequence[bytes]:
         try:
             # Read one by one: ArrayRecord starts new threads for each call with several
             # records, which costs more than the reads (16 records: 2.6 ms of CPU time
             # instead of 0.4 ms). Other threads already read batches ahead.
-            return [self._source[record] for record in wanted]
+            return [self._source[record] for record in blocks]
         except RuntimeError as error:
-            shard = self._damaged_shard(wanted)
+            shard = self._damaged_shard(blocks)
             raise UserError(
                 f"shard {shard} is damaged ({error}): prepare the data again"
             ) from error
 
-    def _damaged_shard(self, wanted: list[int]) -> Path | str:
+    def _damaged_shard(self, blocks: list[int]) -> Path | str:
         # Numbers of records up to and with each shard.
         last = np.cumsum([shard.records for shard in self._manifest.shards])
-        for record in wanted:
+        for record in blocks:
             try:
                 self._source[record]
             except RuntimeError:
@@ -354,10 +354,10 @@ def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
     for field in fields(kind):
         value = values.get(field.name) if isinstance(values, dict) else None
         # dataclasses keep a field's type as the class itself here; tuples are the rest.
-        wanted = {"int": int, "str": str, "float": (int, float)}.get(
+        expected = {"int": int, "str": str, "float": (int, float)}.get(
             getattr(field.type, "__name__", ""), tuple
         )
-        fits = isinstance(value, wanted) and not isinstance(value, bool)
+        fits = isinstance(value, expected) and not isinstance(value, bool)
         if not fits or (isinstance(value, int | float) and not 0 <= value < 1 << 63):
             raise UserError(f"{file} is damaged: {field.name} is {value!r}")
         shards[field.name] = value

@@ -73,11 +73,11 @@ class Partial:
         self.state = PartialState()
         if (folder / _PROGRESS).is_file():
             self.state = self._read()
-        wanted = {_LOCK, _PROGRESS, *(shard.file for shard in self.state.shards)}
-        wanted |= {_documents(n) for n in range(self._pieces)}
-        wanted |= {_tail(self._pieces)}
+        expected = {_LOCK, _PROGRESS, *(shard.file for shard in self.state.shards)}
+        expected |= {_documents(n) for n in range(self._pieces)}
+        expected |= {_tail(self._pieces)}
         for file in folder.iterdir():  # of what is made again
-            if file.name in wanted:
+            if file.name in expected:
                 continue
             if file.is_dir():
                 shutil.rmtree(file)

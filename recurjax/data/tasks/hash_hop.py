@@ -109,8 +109,8 @@ class HashHop:
         ]
         shuffled = [lines[n] for n in rng.permutation(len(lines))]
         first, *answer = chains[0]
-        said = tuple(answer if self.thoughts else answer[-1:])
-        return Problem("\n".join(shuffled) + f"\n{BAR}{first}", said)
+        reply = tuple(answer if self.thoughts else answer[-1:])
+        return Problem("\n".join(shuffled) + f"\n{BAR}{first}", reply)
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         problem = self.problem(rng)
@@ -144,8 +144,8 @@ class HashHop:
 
     def chain_floor(self) -> float:
         """Returns the floor of the score: each element is one of the pairs' right."""
-        p, said = 1 / self.pairs, self.hops if self.thoughts else 1
-        return sum(p**hop for hop in range(1, said + 1)) / said
+        p, elements = 1 / self.pairs, self.hops if self.thoughts else 1
+        return sum(p**hop for hop in range(1, elements + 1)) / elements
 
     def _elements(self) -> int:
         # A chain of n pairs has n + 1 elements, each the end of one pair and the start
@@ -158,11 +158,11 @@ class HashHop:
         """Draws different strings, so that no pair continues another by chance."""
         letters = np.frombuffer(ALPHABET.encode(), "S1")
         names: dict[str, None] = {}  # in the order drawn
-        wanted = self._elements()
-        while len(names) < wanted:
+        count = self._elements()
+        while len(names) < count:
             # All at once by numpy, then as strings; what was drawn twice is made up for
             # in the next turn.
-            drawn = letters[rng.integers(len(letters), size=(wanted, self.size))]
+            drawn = letters[rng.integers(len(letters), size=(count, self.size))]
             joined = np.ascontiguousarray(drawn).view(f"S{self.size}")[:, 0]
             names |= dict.fromkeys(joined.astype(str).tolist())
         return iter(names)
@@ -171,18 +171,18 @@ class HashHop:
         return 2 * self.size + len(" = ") + len("\n")
 
     def _answer_bytes(self) -> int:
-        said = self.hops if self.thoughts else 1
-        return len(BAR) + self.size + said * (len(" = ") + self.size) + len(END)
+        elements = self.hops if self.thoughts else 1
+        return len(BAR) + self.size + elements * (len(" = ") + self.size) + len(END)
 
 
-def right_share(answer: tuple[str, ...], said: str) -> float:
+def right_share(answer: tuple[str, ...], reply: str) -> float:
     """Returns the longest right beginning of what was said over the answer's length.
 
     Args:
       answer: the elements that should be named.
       said: what was generated after the first element: " = cD = eF ...".
     """
-    named = [element.strip() for element in said.split(END)[0].split("=")[1:]]
+    named = [element.strip() for element in reply.split(END)[0].split("=")[1:]]
     right = 0
     # Counted up to the first wrong element: what comes after it does not follow from
     # the prompt any more.

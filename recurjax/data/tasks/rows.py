@@ -119,9 +119,9 @@ def most(items: Iterable[Hashable]) -> int:
 
 def chance_of_most_frequent(row: TaskRow) -> Float[np.ndarray, " T"]:
     """Returns the chances of the answer that the row asks most often."""
-    asked = row.targets != IGNORED
-    share = most(row.targets[asked].tolist()) / asked.sum()
-    return np.where(asked, share, 0.0)
+    counted = row.targets != IGNORED
+    share = most(row.targets[counted].tolist()) / counted.sum()
+    return np.where(counted, share, 0.0)
 
 
 def next_token_targets(tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:

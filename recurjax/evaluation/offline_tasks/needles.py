@@ -201,8 +201,8 @@ class NeedleTask:
             context = self._in_text(needles, size, rng)
         else:
             context = _in_lines(form, needles, size, rng)
-        chosen = rng.choice(form.keys, form.queries, replace=False)
-        queries = [keys[at] for at in chosen]
+        queried = rng.choice(form.keys, form.queries, replace=False)
+        queries = [keys[at] for at in queried]
         query = queries[0]
         if len(queries) > 1:
             query = ", ".join(queries[:-1]) + ", and " + queries[-1]
@@ -217,7 +217,9 @@ class NeedleTask:
                 template = template.replace(plural, singular)
             kind = kind[:-1]
         prompt = template.format(kind=kind, context=context, query=query)
-        return NeedleItem(prompt, tuple(value for at in chosen for value in values[at]))
+        return NeedleItem(
+            prompt, tuple(value for at in queried for value in values[at])
+        )
 
     def _in_text(self, needles: list[str], size: int, rng: np.random.Generator) -> str:
         # The text again and again, where it is shorter than the haystack.
@@ -242,16 +244,16 @@ class NeedleTask:
         return words
 
 
-def string_match(answer: str, wanted: Sequence[str]) -> float:
+def string_match(answer: str, needles: Sequence[str]) -> float:
     """Returns the share of wanted strings that an answer contains, case aside.
 
     Source: Hsieh et al. 2024, RULER's `string_match_all`, of one item and from 0 to 1.
     """
     text = answer.lower()
-    return sum(string.lower() in text for string in wanted) / len(wanted)
+    return sum(string.lower() in text for string in needles) / len(needles)
 
 
-def share_of_set(answer: str, wanted: Sequence[str]) -> float:
+def share_of_set(answer: str, needles: Sequence[str]) -> float:
     """Returns the share of wanted strings among an answer's parts between commas.
 
     Exact match, as a set: a repeated part counts once, and a number with a digit too
@@ -263,7 +265,7 @@ def share_of_set(answer: str, wanted: Sequence[str]) -> float:
         part.strip().removeprefix("and ").strip().rstrip(".").lower()
         for part in answer.strip().split("\n")[0].split(",")
     }
-    strings = {string.lower() for string in wanted}
+    strings = {string.lower() for string in needles}
     return len(strings & parts) / len(strings)
 
 

@@ -259,13 +259,13 @@ class Verified(OverDepth):
 
         # The input of lane 0: the full model's token, or the new guess.
         begins = slots.active & (wrong | sure.any(1))
-        chosen = jnp.sum(jnp.where(sure, likeliest, 0), axis=1, dtype=jnp.int32)
+        exit_ids = jnp.sum(jnp.where(sure, likeliest, 0), axis=1, dtype=jnp.int32)
         after = jnp.where(sure, pipeline.position + 1, 0)
         after = jnp.sum(after, axis=1, dtype=jnp.int32)
         after = jnp.where(wrong, pipeline.position[:, -1] + 1, after)
         slots = slots._replace(
             cache=cache,
-            newest=jnp.where(wrong, slots.newest, chosen),
+            newest=jnp.where(wrong, slots.newest, exit_ids),
             depth=Pipeline(
                 x=_moved(x, x[:, 0]),
                 position=_moved(pipeline.position, after),

@@ -91,7 +91,7 @@ class HostScan:
             if number < known:
                 inputs += [_Known(leaf, True) for leaf in leaves]
                 continue
-            registers = [tape.register(kept=number not in donate) for _ in leaves]
+            registers = [tape.register(stays=number not in donate) for _ in leaves]
             inputs, given = inputs + registers, given + registers
         self._given = given
         self._results = tape.separate(tape.add(traced.jaxpr, inputs))
@@ -133,7 +133,7 @@ class _Tape:
         nested = [program for loop in self._loops for program in loop.programs]
         return [step.program for step in self._steps] + nested
 
-    def register(self, *, kept: bool = False) -> int:
+    def register(self, *, stays: bool = False) -> int:
         """Returns the number of a new register.
 
         Args:
@@ -141,7 +141,7 @@ class _Tape:
         """
         number = self._registers
         self._registers += 1
-        if kept:
+        if stays:
             self._kept.add(number)
         return number
 
@@ -279,9 +279,9 @@ class _Tape:
         """
         tape = _Tape()
         fixed = [
-            x if isinstance(x, _Known) else tape.register(kept=True) for x in constants
+            x if isinstance(x, _Known) else tape.register(stays=True) for x in constants
         ]
-        number, begin = tape.register(kept=True), [tape.register() for _ in state]
+        number, begin = tape.register(stays=True), [tape.register() for _ in state]
         results = tape.add(turn, [*fixed, number, *begin])
         registers = [*(x for x in fixed if isinstance(x, int)), number]
         # The next turn may overwrite what this one returns.

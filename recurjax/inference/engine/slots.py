@@ -455,7 +455,7 @@ _GREEDY = type(PLAIN)(temperature=0.0)
 def _with_logprobs(
     logits: Float[Array, "B V"],
     ids: Int[Array, " B"],
-    wanted: Bool[Array, " B"],
+    requested: Bool[Array, " B"],
     *,
     top: int,
 ) -> Outputs:
@@ -473,7 +473,7 @@ def _with_logprobs(
         none = jax.tree.map(lambda x: x[:, 0], outputs)
         return none.logprobs, none.top, none.top_logprobs
 
-    return Outputs(ids, ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
+    return Outputs(ids, ids, *jax.lax.cond(jnp.any(requested), tell, silent))
 
 
 def _no_outputs(rows: int, steps: int, dtype: Any, *, top: int) -> Outputs:

@@ -111,13 +111,13 @@ class ArrayStore:
             self._drop_errors()
             raise
 
-    def read(self, path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def read(self, path: epath.Path, shapes: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Reads the arrays that `wanted` names, in its shapes, dtypes and shardings.
 
         Raises:
           Exception: of any class; what is on disk cannot be read as that.
         """
-        item = _with_elements(wanted)
+        item = _with_elements(shapes)
         places = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding)
             for name, leaf in item.items()
@@ -134,7 +134,7 @@ class ArrayStore:
                 raise ValueError(f"{name} is missing")
             if (arrays[name].shape, arrays[name].dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"{name} has another shape or dtype")
-        empty = {n: leaf for n, leaf in wanted.items() if n not in item}
+        empty = {n: leaf for n, leaf in shapes.items() if n not in item}
         return arrays | {n: _without_elements(leaf) for n, leaf in empty.items()}
 
     def close(self) -> None:

@@ -202,8 +202,8 @@ class Checkpoints:
           ValueError: a leaf of `abstract` without a sharding.
         """
         self.wait()
-        wanted = named(abstract)
-        for name, leaf in wanted.items():
+        expected = named(abstract)
+        for name, leaf in expected.items():
             if getattr(leaf, "sharding", None) is None:
                 raise ValueError(f"Checkpoints.restore: {name} has no sharding")
         root = self._directory.root
@@ -218,7 +218,7 @@ class Checkpoints:
                 self._before_read(candidate)
             try:
                 manifest = self._read_manifest(candidate)
-                there = manifest.without_other(wanted, optional)
+                there = manifest.without_other(expected, optional)
                 arrays = self._read_arrays(manifest, there, optional)
             except _Damaged as fault:
                 faults[candidate] = str(fault)
@@ -230,7 +230,7 @@ class Checkpoints:
                 continue
             return Restored(
                 candidate,
-                filled(abstract, {**dict.fromkeys(wanted), **arrays}),
+                filled(abstract, {**dict.fromkeys(expected), **arrays}),
                 manifest.data_states,
                 manifest.digest(there),
                 manifest.base,
@@ -353,11 +353,11 @@ class Checkpoints:
     def _read_arrays(
         self,
         manifest: Manifest,
-        wanted: Mapping[str, Any],
+        shapes: Mapping[str, Any],
         optional: Collection[str] = (),
     ) -> dict[str, jax.Array]:
         path = self._directory.path(manifest.step)
-        differences = manifest.differences(wanted, optional)
+        differences = manifest.differences(shapes, optional)
         differences = differences or self._other_values(manifest)
         if differences:
             raise UserError(
@@ -366,7 +366,7 @@ class Checkpoints:
             )
         arrays, fault = {}, ""
         try:
-            arrays = self._store.read(path, wanted)
+            arrays = self._store.read(path, shapes)
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # The device's fault, not the checkpoint's.
         except Exception as error:  # Tensorstore's errors have no class of their own.

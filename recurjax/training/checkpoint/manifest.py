@@ -73,45 +73,45 @@ class Manifest:
         }
         return cls(arrays=arrays, **content)
 
-    def digest(self, wanted: Mapping[str, Any]) -> str:
+    def digest(self, arrays: Mapping[str, Any]) -> str:
         """Returns what names the values of these arrays: a SHA-256 of their checksums.
 
         It does not depend on the mesh, nor on what else the checkpoint holds.
         """
-        sums = {name: self.arrays[name].checksum for name in wanted}
+        sums = {name: self.arrays[name].checksum for name in arrays}
         return _digest(sums)
 
     def without_other(
-        self, wanted: Mapping[str, Any], optional: Collection[str]
+        self, expected: Mapping[str, Any], optional: Collection[str]
     ) -> dict[str, Any]:
         """Returns `wanted` without the optional arrays that are not there alike."""
         return {
             name: array
-            for name, array in wanted.items()
+            for name, array in expected.items()
             if name not in optional
             or (name in self.arrays and _kind(self.arrays[name]) == _kind(array))
         }
 
     def differences(
-        self, wanted: Mapping[str, Any], optional: Collection[str] = ()
+        self, expected: Mapping[str, Any], optional: Collection[str] = ()
     ) -> list[str]:
-        """Lists how the saved arrays differ from the `wanted` ones (shape, dtype).
+        """Lists how the saved arrays differ from the expected ones (shape, dtype).
 
-        Arrays of a top-level part that `wanted` does not name at all do not count, and
+        Arrays of a top-level part that `expected` does not name do not count, and
         neither do optional ones that it leaves out.
         """
-        parts = {_part(name) for name in wanted}
+        parts = {_part(name) for name in expected}
         saved = {n: e for n, e in self.arrays.items() if _part(n) in parts}
         lines = []
-        for name in sorted(saved.keys() | wanted.keys()):
-            if name not in wanted and name in optional:
+        for name in sorted(saved.keys() | expected.keys()):
+            if name not in expected and name in optional:
                 continue
-            if name not in wanted:
+            if name not in expected:
                 lines.append(f"{name} is in the checkpoint only")
             elif name not in saved:
                 lines.append(f"{name} is not in the checkpoint")
             else:
-                there, here = _kind(saved[name]), _kind(wanted[name])
+                there, here = _kind(saved[name]), _kind(expected[name])
                 if there != here:
                     lines.append(f"{name} is {there} in the checkpoint, not {here}")
         return lines

@@ -78,14 +78,14 @@ class Mirror:
         """
         names = self.store.sizes() if names is None else names
         # Half a checkpoint is never fetched: it has no commit file.
-        wanted = {str(n) for n in (_complete(names) if steps is None else steps)}
+        folders = {str(n) for n in (_complete(names) if steps is None else steps)}
         for name in names:
             head, *rest = PurePosixPath(name).parts
             if _is_set_aside(name):
                 # An empty folder takes the name: the next step to be set aside gets
                 # another one, and the two do not mix in the store.
                 (self.folder / head / rest[0]).mkdir(parents=True, exist_ok=True)
-            if head == _CHECKPOINTS and (rest[0] not in wanted):
+            if head == _CHECKPOINTS and (rest[0] not in folders):
                 continue
             # The lock is this process' own, and hidden files are being written.
             if _is_lock(name) or name.startswith("."):
@@ -306,11 +306,11 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[RunCopy]:
         # Raise it here: the copy would report no checkpoint at all.
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"{url} has no checkpoint {step}; it has {there}")
-    chosen = [s for s in steps if s == step] if step is not None else steps[-1:]
+    matching = [s for s in steps if s == step] if step is not None else steps[-1:]
     with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
         mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)
         mirror.folder.mkdir()
-        mirror.fetch(names=names, steps=chosen)
+        mirror.fetch(names=names, steps=matching)
         # A checkpoint is large: an older one comes only where the newest is damaged.
         yield RunCopy(mirror, names, steps[:-1] if step is None else [])
 

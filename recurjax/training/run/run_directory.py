@@ -170,8 +170,8 @@ class RunDirectory:
 
     def _frozen_before(self) -> dict[str, Any]:
         values = read_json_object(self.frozen, "what a run was frozen with")
-        wanted = {"run": str, "step": int, "digest": str}
-        if any(not isinstance(values.get(name), kind) for name, kind in wanted.items()):
+        kinds = {"run": str, "step": int, "digest": str}
+        if any(not isinstance(values.get(name), kind) for name, kind in kinds.items()):
             raise UserError(
                 f"{self.frozen} must have run, step and digest of the frozen model: "
                 "put the file back, or start another run"
@@ -340,8 +340,8 @@ def load_saved(
         shapes = trained_part(placed_shapes(shapes, mesh), training.trained)
     checkpoints = Checkpoints(run.checkpoints, model=experiment.model)
     try:
-        wanted = {"model": to_nested_dict(shapes)}
-        restored = checkpoints.restore(wanted, step=step, report=report)
+        abstract = {"model": to_nested_dict(shapes)}
+        restored = checkpoints.restore(abstract, step=step, report=report)
     finally:
         checkpoints.close()
     if restored is None:

@@ -126,14 +126,14 @@ def attend_at(
 def _visible(
     positions: Positions, length: int, window: int, segments: Array | None
 ) -> Array:
-    chosen = indices(positions, length)
+    visible = indices(positions, length)
     # Chosen positions see by their number in the sequence, not by their place in q.
     mask = visible_by_position(
-        jnp.asarray(chosen[None]), jnp.arange(length)[None], window=window
+        jnp.asarray(visible[None]), jnp.arange(length)[None], window=window
     )
     if segments is None:
         return mask
-    documents = segments[:, chosen]
+    documents = segments[:, visible]
     return mask & (documents[:, :, None] == segments[:, None, :])[:, None]
 
 

@@ -87,8 +87,8 @@ def put(x: Array, positions: Positions, new: Array) -> Array:
     after = max(T - start - n * stride, 0)
     room = jnp.pad(spread, [(0, 0), (start, after)] + [(0, 0)] * (x.ndim - 2))[:, :T]
     index = np.arange(T)
-    chosen = (index >= start) & (index < stop) & ((index - start) % stride == 0)
-    return jnp.where(chosen.reshape(1, T, *[1] * (x.ndim - 2)), room, x)
+    places = (index >= start) & (index < stop) & ((index - start) % stride == 0)
+    return jnp.where(places.reshape(1, T, *[1] * (x.ndim - 2)), room, x)
 
 
 def indices(positions: Positions, length: int) -> np.ndarray:
