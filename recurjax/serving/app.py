@@ -48,14 +48,19 @@ _ONLY_ITSELF = (
 """What the page may load: nothing but what this server answers."""
 
 LARGEST_BODY = 16 * 2**20
+"""Bytes of a body of any route, however much the slots hold."""
 LARGEST_BODIES = 8 * LARGEST_BODY
 """Bytes of all bodies that are read at one time."""
 BODY_SECONDS = 30.0
 """A body must have come within this time."""
-LARGEST_TEXT = 2**23
-"""Bytes of a text to tokenize."""
-MOST_IDS = 2**20
-"""Tokens to write as text."""
+LARGEST_TEXT = 2**22
+"""Bytes of a body with a text to tokenize."""
+MOST_IDS = 2**16
+"""Tokens to write as text, and commas, brackets and texts of a body beyond its prompts."""
+_FIELDS_BYTES = 2**20
+"""Bytes of a body beyond its texts: all other fields, and the JSON of messages."""
+_ESCAPE_BYTES, _ID_BYTES = 6, 12
+"""JSON's most bytes for a byte of text, \\u0061, and for a token, 2147483647 and ", "."""
 _SMALL_BODY = 2**16
 """Bytes of a body that the event loop itself reads: a thread would take longer."""
 _LONGEST_TOKEN = 128
@@ -84,6 +89,11 @@ class Served:
     exits: int = 0
     sampling: Mapping[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def longest_token(self) -> int:
+        """The most bytes of text that count for a token."""
+        return self.tokenizer.longest_token or _LONGEST_TOKEN
 
 
 class App:
@@ -228,8 +238,22 @@ class App:
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             raise RequestError(401, "the API key is missing or wrong")
 
-    async def _read(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
-        """Returns what `read` makes of a body; it runs in the pool for a large one."""
+    async def _read(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], T],
+        *,
+        largest: int,
+        values: int = MOST_IDS,
+    ) -> T:
+        """Returns what `read` makes of a body; it runs in the pool for a large one.
+
+        Args:
+          request: whose body.
+          read: takes the JSON object.
+          largest: bytes that the body may have.
+          values: commas, brackets and texts that it may have.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         if kind.lower() != "application/json":
             # A page of another site can send any other kind without a question first.
@@ -237,28 +261,58 @@ class App:
                 415,
                 f"the content-type must be application/json, got {kind[:100]!r}",
             )
-        data = bytearray()
+        largest = min(largest, LARGEST_BODY)
+        data, size = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 # In pieces, so that a body too large is refused before it is held.
                 async for part in request.stream():
+                    size += len(part)
+                    if size > LARGEST_BODY:
+                        break
+                    # The rest is read and dropped: many clients look for an answer
+                    # only when they have sent all.
+                    if size > largest:
+                        continue
                     data += part
                     self._held += len(part)
-                    if len(data) > LARGEST_BODY:
-                        raise RequestError(413, f"a body may have {LARGEST_BODY} bytes")
                     if self._held > LARGEST_BODIES:
                         raise RequestError(
                             429, "too many bodies come in at once: try again later"
                         )
+            if size > largest:
+                raise RequestError(
+                    413, f"a body of {request.url.path} may have {largest:,} bytes here"
+                )
             if len(data) < _SMALL_BODY:
-                return read(read_body(bytes(data)))
-            return await self._in_pool(lambda: read(read_body(bytes(data))))
+                return read(read_body(bytes(data), values))
+            return await self._in_pool(lambda: read(read_body(bytes(data), values)))
         except TimeoutError:
             raise RequestError(
                 408, f"the body has not come within {BODY_SECONDS:g} s"
             ) from None
         finally:
             self._held -= len(data)
+
+    def _room(self, *, chat: bool) -> tuple[int, int]:
+        """Returns the most bytes and JSON values of a body that a model can use.
+
+        Raises:
+          RequestError: 503: no model takes requests.
+        """
+        rooms, failures = [], []
+        for served in self._models.values():
+            try:
+                texts = 1 if chat else served.worker.most_texts
+                tokens = texts * served.worker.ready().config.length
+            except RequestError as error:
+                failures.append(error)
+                continue
+            token = max(_ESCAPE_BYTES * served.longest_token, _ID_BYTES)
+            rooms.append((_FIELDS_BYTES + tokens * token, MOST_IDS + tokens))
+        if not rooms:
+            raise failures[0]
+        return max(bytes for bytes, _ in rooms), max(values for _, values in rooms)
 
     def _model(self, body: Mapping[str, Any]) -> Served:
         name = body.get("model")
@@ -310,17 +364,10 @@ class App:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._read(request, lambda body: body)
+        body = await self._read(request, lambda body: body, largest=LARGEST_TEXT)
         served, text = self._model(body), body.get("prompt")
         if not isinstance(text, str):
             raise RequestError(400, "prompt must be a text", field="prompt")
-        if (size := len(text.encode())) > LARGEST_TEXT:
-            raise RequestError(
-                400,
-                f"prompt has {size:,} bytes, of at most {LARGEST_TEXT:,}: send it in "
-                "parts",
-                field="prompt",
-            )
         # As in vLLM: BOS comes unless it is refused.
         special = body.get("add_special_tokens", True) is not False
         # A special token's name alone is that token, so that a client can learn its id;
@@ -329,8 +376,9 @@ class App:
         if not special and text in named:
             ids = [named[text]]
         else:
+            long = len(text) > _SMALL_BODY
             ids = await self._in_pool(
-                _encode, served.tokenizer, text, special, long=size > _SMALL_BODY
+                _encode, served.tokenizer, text, special, long=long
             )
         answer = {"tokens": ids, "count": len(ids)}
         return await self._in_pool(JSONResponse, answer)
@@ -356,7 +404,8 @@ class App:
                 )
             return served, ids
 
-        served, ids = await self._read(request, read)
+        largest = _FIELDS_BYTES + MOST_IDS * _ID_BYTES
+        served, ids = await self._read(request, read, largest=largest)
         text = await self._in_pool(
             served.tokenizer.decode, ids, long=len(ids) > _SMALL_BODY
         )
@@ -390,7 +439,10 @@ class App:
             check_budget(served, prompts, n=options.n)
             return served, options, list(prompts)
 
-        served, options, given = await self._read(request, read)
+        largest, values = self._room(chat=False)
+        served, options, given = await self._read(
+            request, read, largest=largest, values=values
+        )
         scored = options.echo and options.top_logprobs is not None
         served.worker.ready()
         if scored and served.worker.scorer is None:
@@ -421,7 +473,10 @@ class App:
             check_budget(served, [text], n=options.n, field="messages")
             return served, options, messages, arguments
 
-        served, options, messages, arguments = await self._read(request, read)
+        largest, values = self._room(chat=True)
+        served, options, messages, arguments = await self._read(
+            request, read, largest=largest, values=values
+        )
         if served.template is None:
             raise RequestError(
                 400,
@@ -537,7 +592,7 @@ def check_budget(
     """
     served.worker.check_count(n * len(prompts))
     room = served.worker.ready().config.length
-    longest = served.tokenizer.longest_token or _LONGEST_TOKEN
+    longest = served.longest_token
     for prompt in prompts:
         if isinstance(prompt, str) and len(prompt.encode()) > room * longest:
             raise RequestError(

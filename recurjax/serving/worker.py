@@ -1,6 +1,7 @@
 """An engine in a thread of its own: the event loop never waits for the device."""
 
 import asyncio
+import gc
 import queue
 import threading
 from collections import deque
@@ -139,6 +140,11 @@ class Worker:
             raise RequestError(503, "the server is ending: it takes nothing more")
         return self.engine
 
+    @property
+    def most_texts(self) -> int:
+        """The texts that run and wait at most; raises like `ready`."""
+        return self.ready().slots + self._most_waiting
+
     def submit(
         self,
         requests: list[tuple[np.ndarray, RequestSettings]],
@@ -162,7 +168,7 @@ class Worker:
             # All are checked before any is taken: no half of a request runs.
             engine.check(prompt, settings)
         self.check_count(len(requests))
-        most = engine.slots + self._most_waiting
+        most = self.most_texts
         if self.open + len(requests) > most:
             raise RequestError(
                 429,
@@ -184,8 +190,7 @@ class Worker:
         Raises:
           RequestError: 400, and no 429, on which clients ask the same again; 503.
         """
-        most = self.ready().slots + self._most_waiting
-        if texts > most:
+        if texts > (most := self.most_texts):
             raise RequestError(
                 400,
                 f"a request asks for {texts} texts (prompts times n), this server "
@@ -219,6 +224,10 @@ class Worker:
             # Compiles for seconds to minutes; until then `ready` answers 503.
             engine = self._build()
             self.scorer = self._build_scorer()
+            # A full collection of garbage takes as long as many decode calls, and large
+            # bodies set it off: it need not walk over the imported modules again.
+            gc.collect()
+            gc.freeze()
             self.engine = engine
             while self._serve(engine):
                 pass

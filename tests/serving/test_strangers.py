@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -93,8 +95,8 @@ def test_a_body_must_say_that_it_is_json(kind, server):
     assert server.ask("/tokenize", data=BODY, headers=headers)[0] == 200
 
 
-def bodies(app: App, *parts: dict):
-    """Calls /tokenize with the parts of a body; the client then waits for ever."""
+def bodies(app: App, *parts: dict, path: str = "/tokenize"):
+    """Calls a route with the parts of a body; the client then waits for ever."""
     left, sent = list(parts), []
 
     async def receive():
@@ -108,7 +110,7 @@ def bodies(app: App, *parts: dict):
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/tokenize",
+        "path": path,
         "headers": [(b"content-type", b"application/json")],
         "query_string": b"",
     }
@@ -128,7 +130,8 @@ def test_bodies_are_bounded_each_and_together(monkeypatch):
     monkeypatch.setattr(serving, "LARGEST_BODIES", 250)
     app = App({"m": served(template=None)})
     piece = {"body": b" " * 60}
-    assert bodies(app, piece, piece) == (413, "a body may have 100 bytes")
+    refused = (413, "a body of /tokenize may have 100 bytes here")
+    assert bodies(app, piece, piece) == refused
     assert app._held == 0
     app._held = 200  # of other requests
     status, message = bodies(app, piece)
@@ -136,13 +139,73 @@ def test_bodies_are_bounded_each_and_together(monkeypatch):
     assert app._held == 200
 
 
+def with_slots(length: int, tokenizer: Any = None) -> App:
+    """Returns an application of a model with two slots and a place in the queue."""
+    model = served(template=None)
+    model.worker.engine = cast(
+        Any, SimpleNamespace(slots=2, config=SimpleNamespace(length=length))
+    )
+    return App({"m": model if tokenizer is None else replace(model, tokenizer=tokenizer)})
+
+
 def test_a_body_has_16_mib_at_most():
-    app = App({"m": served(template=None)})
     assert serving.LARGEST_BODY == 16 * 2**20
+    app, path = with_slots(2**30), "/v1/completions"
     largest = {"body": b" " * serving.LARGEST_BODY, "more_body": False}
-    assert bodies(app, largest)[0] == 400  # no JSON
+    assert bodies(app, largest, path=path)[0] == 400  # no JSON
     more = {"body": b" " * (serving.LARGEST_BODY + 1)}
-    assert bodies(app, more) == (413, "a body may have 16777216 bytes")
+    refused = (413, "a body of /v1/completions may have 16,777,216 bytes here")
+    assert bodies(app, more, path=path) == refused
+
+
+@pytest.mark.parametrize(
+    "path, longest, largest",
+    [
+        ("/v1/completions", 1, 2**20 + 3 * 100 * 12),
+        ("/v1/completions", 7, 2**20 + 3 * 100 * 42),
+        ("/v1/completions", None, 2**20 + 3 * 100 * 6 * 128),
+        ("/v1/chat/completions", 7, 2**20 + 100 * 42),
+        ("/tokenize", 7, 2**22),
+        ("/detokenize", 7, 2**20 + 2**16 * 12),
+    ],
+)
+def test_a_body_has_what_its_route_can_use_at_most(path, longest, largest):
+    """Nothing of a longer one is parsed: it would be no JSON."""
+    app = with_slots(100, SimpleNamespace(longest_token=longest, vocabulary=9))
+    piece = {"body": b" " * largest}
+    assert bodies(app, piece | {"more_body": False}, path=path)[0] == 400
+    end = {"body": b" ", "more_body": False}
+    refused = (413, f"a body of {path} may have {largest:,} bytes here")
+    assert bodies(app, piece, end, path=path) == refused
+    assert app._held == 0
+
+
+def test_a_body_is_for_models_that_take_requests():
+    compiling, app = served(template=None), with_slots(100)
+    models = {"a": compiling, **app._models}
+    assert App(models)._room(chat=True) == app._room(chat=True)
+    status, message = bodies(App({"a": compiling}), path="/v1/chat/completions")
+    assert status == 503 and "is being compiled" in message
+
+
+@pytest.mark.parametrize(
+    "body, status",
+    {
+        '{"tokens": [1,1,1,1,1,1,1]}': 200,
+        '{"tokens": [1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]}': 413,
+        '{"a": [[],[],[],[],[],[],[],[],[],[]]}': 413,
+        '{"a": ["x","x","x","x","x","x","x","x","x","x"]}': 413,
+        '{"tokens": [1], "a": ",,,,,,,,,,,,,,,,,[[[[[[[{{{{{{{"}': 200,
+        r'{"tokens": [1], "a": "\",\\\",,,,,,,,,,[[[[[[[[[[[[["}': 200,
+        r'{"tokens": [1], "a": "\\",,,,,,,,,,[[[[[[[[[[[[["}': 413,
+    }.items(),
+)
+def test_a_body_has_no_more_values_than_its_route_can_use(body, status, monkeypatch):
+    """They are counted without parsing; commas and brackets of texts do not count."""
+    monkeypatch.setattr(serving, "MOST_IDS", 16)
+    monkeypatch.setitem(App._read.__kwdefaults__, "values", 16)
+    answer = asyncio.run(answered(with_slots(9), "/detokenize", body.encode()))
+    assert answer[0] == status, answer
 
 
 def test_the_limits_are_those_of_the_document():
@@ -153,18 +216,16 @@ def test_the_limits_are_those_of_the_document():
     assert serving.LARGEST_BODIES == 128 * 2**20 and serving.BODY_SECONDS == 30.0
     assert "| headers of a request; connections | 10 s; 512 |" in table
     assert (port.HEADER_SECONDS, port.MOST_CONNECTIONS) == (10.0, 512)
-    assert "8 MiB of text; 2^20 ids" in table
-    assert (serving.LARGEST_TEXT, serving.MOST_IDS) == (2**23, 2**20)
+    assert "a body of 4 MiB; 65,536 ids" in table
+    assert (serving.LARGEST_TEXT, serving.MOST_IDS) == (2**22, 2**16)
+    assert "65,536, and the tokens of its prompts" in table
     assert "4,096; 64 characters; 65,536 characters of JSON" in table
     limits = (MOST_MESSAGES, LONGEST_ROLE, LONGEST_OPTIONS)
     assert limits == (4096, 64, 65_536)
 
 
-def test_texts_to_tokenize_and_ids_to_write_are_bounded(server, monkeypatch):
-    monkeypatch.setattr(serving, "LARGEST_TEXT", 10)
+def test_ids_to_write_are_bounded(server, monkeypatch):
     monkeypatch.setattr(serving, "MOST_IDS", 10)
-    status, message = told(server, "/tokenize", {"prompt": "é" * 6})
-    assert status == 400 and "prompt has 12 bytes, of at most 10" in message
     status, message = told(server, "/detokenize", {"tokens": [1] * 11})
     assert status == 400 and "a list of at most 10 ids" in message
 

@@ -769,17 +769,24 @@ def _ask(
             raise Failed(str(event["error"]))
 
 
-def application() -> Any:
-    """Returns an application of a model whose text is "ab"."""
+def application(*, length: int = 48, longest_token: int | None = 1) -> Any:
+    """Returns an application of a model whose text is "ab".
+
+    Args:
+      length: tokens of each of its two slots.
+      longest_token: bytes of text that a token may have; None: not known.
+    """
     from recurjax.exits import parse_rule
     from recurjax.inference.engine import Engine, EngineConfig
     from recurjax.serving.app import App, Served
     from recurjax.serving.worker import AnswerStream, News, Worker
 
     tokenizer = ByteTokenizer(bos=True)
+    tokenizer.longest_token = longest_token
     engine: Any = SimpleNamespace(
         config=EngineConfig(
-            slots=2, length=48, top_logprobs=2, exit=parse_rule("confidence:0.5")
+            **{"slots": 2, "length": length, "top_logprobs": 2},
+            exit=parse_rule("confidence:0.5"),
         ),
         slots=2,
         active=0,
@@ -875,7 +882,7 @@ def _template(draw: random.Random, base: Path) -> Case:
 
 def _chat(draw: random.Random, base: Path) -> Case:
     """Lines that are typed into `recurjax chat`."""
-    words = [draw.choice(WORDS).encode("utf-8", "surrogateescape") for _ in range(3)]
+    words = [draw.choice(WORDS).encode("utf-8", "surrogatepass") for _ in range(3)]
     orders = [
         b"/temperature ",
         b"/load ",
