@@ -56,11 +56,11 @@ BODY_SECONDS = 30.0
 LARGEST_TEXT = 2**22
 """Bytes of a body with a text to tokenize."""
 MOST_IDS = 2**16
-"""Tokens to write as text, and commas, brackets and texts of a body beyond its prompts."""
+"""Tokens to write as text; a body's commas, brackets and texts beyond its prompts."""
 _FIELDS_BYTES = 2**20
 """Bytes of a body beyond its texts: all other fields, and the JSON of messages."""
 _ESCAPE_BYTES, _ID_BYTES = 6, 12
-"""JSON's most bytes for a byte of text, \\u0061, and for a token, 2147483647 and ", "."""
+"""JSON's most bytes for a byte of text, \\u0061, and a token, 2147483647 and ", "."""
 _SMALL_BODY = 2**16
 """Bytes of a body that the event loop itself reads: a thread would take longer."""
 _LONGEST_TOKEN = 128

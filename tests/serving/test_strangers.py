@@ -145,7 +145,8 @@ def with_slots(length: int, tokenizer: Any = None) -> App:
     model.worker.engine = cast(
         Any, SimpleNamespace(slots=2, config=SimpleNamespace(length=length))
     )
-    return App({"m": model if tokenizer is None else replace(model, tokenizer=tokenizer)})
+    tokenizer = tokenizer or model.tokenizer
+    return App({"m": replace(model, tokenizer=tokenizer)})
 
 
 def test_a_body_has_16_mib_at_most():
