@@ -85,7 +85,13 @@ def test_a_step_is_that_of_the_loop_over_tiles(case, device, monkeypatch):
     assert new.written.tolist() == want.written.tolist() == new.position.tolist()
 
 
-@pytest.mark.parametrize("case", [PLAIN, SWITCHES], ids=["plain", "switches"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(SWITCHES, id="switches", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_have_the_gradient_of_the_loop_over_tiles(case, monkeypatch):
     """Of two steps and a longer call behind them, which meets a pair that is left."""
     run, (x, weights, old), rows = step(case, slots=12)

@@ -258,7 +258,7 @@ def test_gradients_flow_through_the_buffer(ids):
 
 
 def test_a_batch_in_parts_whose_passes_have_unlike_targets_gives_the_same_step():
-    model = build(SHARED)
+    model = build(small(MemoryConfig(sources=(1,)), layers=1, windows="L"))
     ids = jnp.asarray(draw_ids(VOCABULARY, T)[:2])
     # The second part has no target in the second subset.
     targets = ids[:, 1:].at[1, 1::2].set(IGNORED)
