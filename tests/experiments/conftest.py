@@ -1,3 +1,3 @@
-from tests.training.compilation import quick_compilation, unoptimized
+from tests.training.compilation import quick_children, quick_compilation
 
-__all__ = ["quick_compilation", "unoptimized"]
+__all__ = ["quick_children", "quick_compilation"]

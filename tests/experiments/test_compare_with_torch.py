@@ -8,9 +8,6 @@ import pytest
 
 from experiments import compare_with_torch as script
 from recurjax.errors import UserError
-from tests.training.compilation import unoptimized
-
-__all__ = ["unoptimized"]
 
 FEW = ["--turns", "1", "--repeats", "1", "--threads", "1"]
 SIZES = {
@@ -22,7 +19,7 @@ SIZES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SIZES)
-def test_pytorch_gives_our_output(unoptimized, case, capsys):
+def test_pytorch_gives_our_output(quick_compilation, case, capsys):
     python = os.environ.get("RECURJAX_TORCH_PYTHON")
     if python is None:
         pytest.skip("RECURJAX_TORCH_PYTHON names no interpreter with transformers")
@@ -66,7 +63,7 @@ def played(monkeypatch):
 
 
 def test_the_authors_layer_is_timed_eager_and_compiled(
-    unoptimized, played, tmp_path, capsys
+    quick_compilation, played, tmp_path, capsys
 ):
     answer_of, questions = played
     answer_of.answer = {"difference": 0.0, "forward": 1e9, "forward_backward": 2e9}
@@ -90,7 +87,9 @@ def test_the_authors_layer_is_timed_eager_and_compiled(
         script.main([*words, str(tmp_path / "olmo")])
 
 
-def test_a_step_is_compared_with_nanochat_s(unoptimized, played, tmp_path, capsys):
+def test_a_step_is_compared_with_nanochat_s(
+    quick_compilation, played, tmp_path, capsys
+):
     answer_of, questions = played
     # Two embeddings, one of values, the block's 12 D^2, its gate, two scalars.
     counted = 3 * 16 * 32 + 12 * 32**2 + 32 + 2

@@ -152,7 +152,7 @@ SIZE = stack(layers="2", width="16")
 HEADS = {"heads": "2", "head_width": "8"}
 
 
-def test_the_recurrent_transformer_on_c4(place, unoptimized):
+def test_the_recurrent_transformer_on_c4(place, quick_compilation):
     tiny = SIZE | stack(**HEADS, key_heads="2", **{"mlp.width": "32"})
     start("recurrent_transformer", tiny={"": tiny | {"--training.length": "16"}})
     saved = json.loads((place / "runs/rt_c4_300m_recurrent_12/config.json").read_text())
@@ -160,13 +160,13 @@ def test_the_recurrent_transformer_on_c4(place, unoptimized):
     assert saved["data"]["validation_fraction"] is None
 
 
-def test_rat_on_fineweb_and_pg19(place, unoptimized):
+def test_rat_on_fineweb_and_pg19(place, quick_compilation):
     tiny = SIZE | stack(**{f"pattern.0.{name}": size for name, size in HEADS.items()})
     tiny |= stack(**{"mlp.width": "32"}) | {"--training.length": "32"}
     start("rat", tiny={"": tiny, "pg19_8k_rat64": tiny})
 
 
-def test_the_latent_recurrent_transformer_on_fineweb(place, unoptimized):
+def test_the_latent_recurrent_transformer_on_fineweb(place, quick_compilation):
     tiny = SIZE | stack(**HEADS, key_heads="2", mlp_width="32", length="32")
     tiny |= stack(value_gate_channels="8", vocabulary="300")
     tiny |= stack(**{"memory.sources": "2"})
@@ -178,7 +178,7 @@ def test_the_latent_recurrent_transformer_on_fineweb(place, unoptimized):
 TEXT = ["--training.length", "16"]
 
 
-def test_relaxed_recursive_transformers_from_gemma(place, unoptimized):
+def test_relaxed_recursive_transformers_from_gemma(place, quick_compilation):
     paper = "relaxed_recursive_transformer"
     write_checkpoint(place / "google/gemma-2b", "gemma", tokens=256_000, rows=256_000)
     *prepares, train = documented(paper)
@@ -192,7 +192,7 @@ def test_relaxed_recursive_transformers_from_gemma(place, unoptimized):
     )
 
 
-def test_relaxed_recursive_transformers_from_pythia(place, unoptimized):
+def test_relaxed_recursive_transformers_from_pythia(place, quick_compilation):
     """Its tables have more rows than its tokenizer has tokens."""
     paper = "relaxed_recursive_transformer"
     place = place / "google" / "pythia-2b"
@@ -209,7 +209,7 @@ def test_relaxed_recursive_transformers_from_pythia(place, unoptimized):
     assert random["model"]["stack"]["transformer"] == full["stack"]
 
 
-def test_recurformer_from_qwen2(place, unoptimized):
+def test_recurformer_from_qwen2(place, quick_compilation):
     """Its tables have more rows than its tokenizer has tokens."""
     model, rows = "qwen2_0_5b", 151_936
     name = "meta-llama/Llama-2-7b-hf"

@@ -6,10 +6,8 @@ import pytest
 from experiments.relaxed_recursive_transformer import engine_over_depth as bench
 from recurjax.inference.engine.slots import SequenceWise
 from recurjax.types import Tokens
-from tests.training.compilation import unoptimized
 from tests.variants.transformer.switches import build
 
-__all__ = ["unoptimized"]
 SIZES = {"B": 2, "T": 4, "D": 8, "L": 3, "R": 3, "V": 257, "steps": 1}
 
 
@@ -21,7 +19,7 @@ def tiny(monkeypatch):
 
 
 @pytest.mark.slow  # Six engines and three models to compile.
-def test_every_policy_has_a_row(unoptimized, tiny):
+def test_every_policy_has_a_row(quick_compilation, tiny):
     rows = list(bench.rows(bench.Options(repeats=1, requests=3)))
     names = [f"relaxed_recursive_transformer/engine_{p}/serve" for p in bench.POLICIES]
     assert [row.name for row in rows] == names
@@ -46,7 +44,7 @@ def test_every_policy_has_a_row(unoptimized, tiny):
     )
 
 
-def test_bits_of_a_given_text_are_those_of_the_whole_rows(unoptimized, tiny):
+def test_bits_of_a_given_text_are_those_of_the_whole_rows(quick_compilation, tiny):
     config = bench._model(bench.stacks(SIZES)[2], SIZES, "float32")
     model = build(config)
     length = SIZES["T"] + 6

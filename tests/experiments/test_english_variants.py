@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.fixture
-def english(unoptimized, monkeypatch):
+def english(quick_compilation, monkeypatch):
     """Imports the script as Python would run it."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     yield importlib.import_module("english_variants")

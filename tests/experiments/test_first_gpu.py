@@ -11,7 +11,7 @@ STEPS = [step for step in first_gpu.STEPS if step != "hopper"]
 
 
 @pytest.mark.slow
-def test_every_step_writes_rows_as_it_measures(tmp_path, capsys):
+def test_every_step_writes_rows_as_it_measures(quick_children, tmp_path, capsys):
     assert first_gpu.main(["--tiny", "--out", str(tmp_path), *STEPS]) == 0
     said = capsys.readouterr().out
     assert all(f"{step}: " in said for step in STEPS) and " 0 failed" in said

@@ -19,7 +19,7 @@ SCRIPTS = (*("latent_shakespeare", "prefill_sweeps", "ratio_sweep", "refinement_
 
 
 @pytest.fixture
-def script(unoptimized, monkeypatch):
+def script(quick_compilation, monkeypatch):
     """Imports a script as Python would run it, with its neighbours."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     known = set(sys.modules)

@@ -12,9 +12,6 @@ import pytest
 
 from tests.pairs import environment, places
 from tests.source_tree import ROOT
-from tests.training.compilation import quick_compilation
-
-__all__ = ["quick_compilation"]
 
 LAUNCH = ROOT / "experiments" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))

@@ -20,7 +20,7 @@ SCRIPTS = (
 
 
 @pytest.fixture
-def script(unoptimized, monkeypatch):
+def script(quick_compilation, monkeypatch):
     """Imports a script as Python would run it, with its neighbours."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     known = set(sys.modules)

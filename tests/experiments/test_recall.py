@@ -18,7 +18,7 @@ TABLE = FOLDER / "runs.py"
 
 
 @pytest.fixture
-def recall(unoptimized, monkeypatch):
+def recall(quick_compilation, monkeypatch):
     """Imports the script as Python would run it."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     yield importlib.import_module("recall")

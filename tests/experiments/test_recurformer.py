@@ -22,10 +22,7 @@ from recurjax.plan.topology import parse_topology
 from recurjax.run_table import load_experiment, load_runs
 from recurjax.surgery.recency import HeadRecency
 from recurjax.training.spikes import Diverged
-from tests.training.compilation import quick_compilation
 from tests.variants.transformer import switches as transformer
-
-__all__ = ["quick_compilation"]
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "recurformer"
 TABLE = FOLDER / "runs.py"
@@ -231,20 +228,19 @@ def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     assert rows[3].split("|")[3] == rows[4].split("|")[3]
     assert len(list(tmp_path.glob("all_1.0_seed0*"))) == 2
 
-    train = hash_hop.train
+    train, first = hash_hop.train, iter([True])
 
     def diverging(run, *arguments, **options):
-        if run.name.startswith("recent"):
+        if run.name.startswith("all") and next(first, False):
             raise Diverged("too high a loss")
         return train(run, *arguments, **options)
 
+    # `recent` diverges; `least`, the same heads, has the score of what is trained.
     monkeypatch.setattr(hash_hop, "train", diverging)
-    assert (
-        hash_hop.main([*words, "--betas", "0.5", "--choices", "recent", "least"]) == 0
-    )
+    assert hash_hop.main([*words, "--betas", "1", "--choices", "recent", "least"]) == 0
     *table, lost = capsys.readouterr().out.splitlines()
     assert table[-1].startswith("| least | ")
-    assert lost == "recent at beta 0.5, seed 0, diverged and has no score."
+    assert lost == "recent at beta 1.0, seed 0, diverged and has no score."
 
 
 @pytest.mark.parametrize("bend", [-0.1, 0.0, 0.3])

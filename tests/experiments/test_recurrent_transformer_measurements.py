@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "recurrent_transformer"
 
 
 @pytest.fixture
-def script(unoptimized, monkeypatch):
+def script(quick_compilation, monkeypatch):
     """Returns a script's module, its programs compiled quickly."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     return importlib.import_module

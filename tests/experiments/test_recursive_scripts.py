@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from recurjax.errors import UserError
-from tests.training.compilation import quick_compilation
-
-__all__ = ["quick_compilation"]
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "relaxed_recursive_transformer"
 SCRIPTS = ("runs", "uptraining_set", "byte_model", "smollm2")

@@ -17,7 +17,7 @@ TRIAL = ["--steps", "3", "--rates", "0.01", "--seeds", "1", "--evaluation-batche
 
 
 @pytest.fixture
-def script(unoptimized, monkeypatch):
+def script(quick_compilation, monkeypatch):
     """The script as a module: its neighbours are imported by their own names."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     import shakespeare_pair

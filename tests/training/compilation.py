@@ -35,6 +35,14 @@ def quick_compilation(tmp_path_factory):
 
 
 @pytest.fixture
+def quick_children(quick_compilation, monkeypatch):
+    """Gives the processes that a test's code starts the same settings."""
+    for name in quick_compilation:
+        if name.startswith(("JAX_", "XLA_")):
+            monkeypatch.setenv(name, quick_compilation[name])
+
+
+@pytest.fixture
 def unoptimized():
     """Lets LLVM optimize nothing: for programs that run a few times in this process."""
     jax.config.update("jax_disable_most_optimizations", True)
