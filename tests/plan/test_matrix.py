@@ -91,6 +91,26 @@ def test_decoding_on_two_gpus_sends_no_cache(axis):
     )
 
 
+def in_rows(first: int, other: int) -> pytest.MarkDecorator:
+    """Runs a test for each variant with 8 rows and with one.
+
+    `make test-slow` takes `first` and `other` in turns, so that each compiler meets
+    every variant and both numbers; the rest is a sweep.
+    """
+    cases = [
+        (variant, rows, rows == (first, other)[number % 2])
+        for number, variant in enumerate(MOST_BYTES)
+        for rows in (8, 1)
+    ]
+    return pytest.mark.parametrize(
+        ("variant", "rows"),
+        [
+            pytest.param(variant, rows, marks=[] if taken else pytest.mark.sweep)
+            for variant, rows, taken in cases
+        ],
+    )
+
+
 MOST_BYTES = {
     "transformer": {8: 1.2, 1: 1.2},
     "rat": {8: 1.2, 1: 1.2},
@@ -106,8 +126,7 @@ MOST_BYTES = {
 
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [8, 1])
-@pytest.mark.parametrize("variant", MOST_BYTES)
+@in_rows(1, 8)
 def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
     """Of a full stack, with the head and the most costly way to draw a token.
 
@@ -135,8 +154,7 @@ MOST_BYTES_ON_TPU = {
 
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [8, 1])
-@pytest.mark.parametrize("variant", MOST_BYTES_ON_TPU)
+@in_rows(8, 1)
 def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant, rows):
     """Left to XLA eight rows moved up to 1.43 times them (LRT), 1.86 with two loops,
     a single one up to 1.72 (Recurrent Transformer)."""
