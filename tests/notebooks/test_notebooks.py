@@ -13,7 +13,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 1800
+"""Ends a kernel that hangs, however busy the machine is."""
 KERNEL = "this-interpreter"
 
 PROMISED = {
