@@ -58,17 +58,13 @@ class Tokens:
 
     def column(self, t: int) -> "Tokens":
         """Returns the tokens of one column as a call of their own."""
-        return self.columns(t, t + 1)
-
-    def columns(self, start: int, stop: int) -> "Tokens":
-        """Returns the tokens of some columns as a call of their own."""
-        real = None if self.real is None else self.real[:, start:stop]
-        before = start if self.real is None else self.real[:, :start].sum(dim=1)
+        real = None if self.real is None else self.real[:, t : t + 1]
+        before = t if self.real is None else self.real[:, :t].sum(dim=1)
         return Tokens(
-            self.ids[:, start:stop],
+            self.ids[:, t : t + 1],
             self.start + before,
             real,
-            first=self.first and start == 0,
+            first=self.first and t == 0,
             capacity=self.capacity,
         )
 
@@ -89,23 +85,14 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if config["bias"] else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x, self.weight, self.bias)
-
-    def scaled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalizes x and multiplies by these numbers."""
-        y, width = x.to(wide(x.dtype)), x.shape[-1]
-        if self.kind == "layer":
-            y = F.layer_norm(y, (width,), eps=self.eps)
-        else:
-            # F.rms_norm takes more than twice the time of these on a CPU.
-            length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-            eps = y.new_full((), self.eps)
-            y = y * torch.addcmul(eps, length, length, value=1 / width).rsqrt_()
-        if weight is not None:
+        y = x.to(wide(x.dtype))
+        norm = F.layer_norm if self.kind == "layer" else F.rms_norm
+        y = norm(y, y.shape[-1:], eps=self.eps)
+        if self.weight is not None:
             # Gemma stores the scale less 1.
-            y = y * (1 + weight if self.one_plus else weight)
-        if bias is not None:
-            y = y + bias
+            y = y * (1 + self.weight if self.one_plus else self.weight)
+        if self.bias is not None:
+            y = y + self.bias
         return y.to(x.dtype)
 
 
@@ -403,14 +390,9 @@ class Mlp(nn.Module):
         self.down = nn.Linear(config["width"], width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = None if self.gate is None else self.gate(x)
-        return self.down(self.hidden(self.up(x), gate))
-
-    def hidden(self, up: Tensor, gate: Tensor | None) -> Tensor:
-        """Returns what the last product reads."""
-        if gate is None:
-            return activation(self.kind, up)
-        return activation(self.kind, gate) * up
+        if self.gate is None:
+            return self.down(activation(self.kind, self.up(x)))
+        return self.down(activation(self.kind, self.gate(x)) * self.up(x))
 
 
 def kind_of(base: Config, layer: int) -> tuple[Config, int | None]:

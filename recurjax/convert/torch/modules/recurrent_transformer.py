@@ -9,12 +9,9 @@ In blocks of c positions a query sees the persistent pairs (k, v) of finished bl
 the temporary ones (kt, vt) of its own, so that a block's positions run together; c = 1
 is the equation above. Blocks run one after another, in tiles: all queries of a tile
 read what was there before it in one product, and each block adds the tile's new pairs.
-Small layers read a prompt side by side: while layer l runs tile t, layer l + 1 runs
-tile t - 1, in the same products.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from layers import (
@@ -41,8 +38,6 @@ from torch import Tensor, nn
 
 TILE = 32
 """Positions of a tile, about."""
-CACHED = 2**20
-"""Numbers of the weights of layers that run side by side: what a core's cache holds."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [B, S, K, E]."""
@@ -96,25 +91,6 @@ class RecurrentAttention(nn.Module):
         return bias.flatten(2, 3)
 
 
-class Opening(NamedTuple):
-    """What a layer knows of a tile before its first column.
-
-    Attributes:
-      x: [B, T, D].
-      q: queries [B K, T G, E], in at least float32.
-      before: what they read of earlier tiles and of temporary pairs, [B K, T G, E].
-      bias: [B K, T G, T G + T]: of `before`, one of which each query sees, and of the
-        tile's persistent pairs. None: the tile is one block, which sees no such pair.
-      turn: how the tile's keys rotate.
-    """
-
-    x: Tensor
-    q: Tensor
-    before: Tensor
-    bias: Tensor | None
-    turn: Rotation | None
-
-
 class RecurrentBlock(nn.Module):
     """One layer.
 
@@ -125,58 +101,94 @@ class RecurrentBlock(nn.Module):
     def __init__(self, stack: Config):
         super().__init__()
         self.stack = stack
+        unscaled = stack["residual_scale"] == "one"
+        self.scale = 1.0 if unscaled else stack["layers"] ** -0.5
         self.attention_norm = norm_or_none(stack["norm"], stack["width"])
         self.attention = RecurrentAttention(stack)
         self.mlp_norm = norm_or_none(stack["norm"], stack["width"])
         self.mlp = Mlp(stack["mlp"], stack["width"])
 
     def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
-        outputs, state = [], {} if state is None else state
-        for tile in tiles(self.stack, tokens):
-            outputs += run_tile([self], self, [x[:, tile]], [tile], tokens, [state])
-        return torch.cat(outputs, dim=1)
-
-    def opening(
-        self, x: Tensor, tile: slice, whole: Tokens, state: State, step: int
-    ) -> Opening:
-        """Computes what does not depend on the tile's outputs.
-
-        Args:
-          x: [B, T, D] of the tile.
-          tile: its columns in the call.
-          whole: the call's tokens.
-          state: the layer's.
-          step: columns that run together.
-        """
-        attention, c = self.attention, self.stack["block"]
-        tokens = whole.columns(tile.start, tile.stop)
+        state, c = {} if state is None else state, self.stack["block"]
         n, turn = normed(self.attention_norm, x), None
         if is_kind(self.stack["position"], "Rope"):
             rope, width = self.stack["position"], self.stack["head_width"]
             turn = rotation(tokens.positions, rope, width)
-        q, pair = attention.query(n, turn), attention.pair(n, turn)
-        old = tuple(state[name] for name in ("k", "v", "at") if name in state)
-        # Where all rows begin with the call, slots are columns.
-        seen = tile.start if whole.first else whole.capacity
-        old = tuple(y[:, :seen] for y in old)
+        # What does not depend on earlier outputs: all queries and temporary pairs.
+        q, pair = self.attention.query(n, turn), self.attention.pair(n, turn)
         own = recalled(*pair, tokens, state, c - 1, "own_") if c > 1 else None
         if own is None:
             own = (*pair, tokens.places)
-        here = tokens.positions
+        # Where all rows begin here, blocks are columns that run together.
+        step = c if tokens.first else 1
+        size, outputs = step * max(1, TILE // step), []
+        for start in range(0, x.shape[1], size):
+            tile = slice(start, min(start + size, x.shape[1]))
+            outputs.append(self.tile(x, q, own, turn, tile, step, tokens, state))
+        return torch.cat(outputs, dim=1)
+
+    def tile(
+        self,
+        x: Tensor,
+        q: Tensor,
+        own: tuple[Tensor, Tensor, Tensor],
+        turn: Rotation | None,
+        tile: slice,
+        step: int,
+        tokens: Tokens,
+        state: State,
+    ) -> Tensor:
+        """Runs the columns of a tile, `step` of them together; returns z."""
+        attention, c = self.attention, self.stack["block"]
+        here, places = tokens.positions[:, tile], tokens.places[:, tile]
         block = here - here % c
+        turn = None if turn is None else (turn[0][:, tile], turn[1][:, tile], turn[2])
+        # Temporary pairs: those that earlier calls left, and a block's to the end.
+        early = own[0].shape[1] - x.shape[1]
+        late = slice(early + max(0, tile.start - c + 1), early + tile.stop)
+        own = tuple(torch.cat([y[:, :early], y[:, late]], dim=1) for y in own)
+        x, q = x[:, tile], q[:, :, tile]
+        old = tuple(state[name] for name in ("k", "v", "at") if name in state)
+        # Where all rows begin here, slots are columns.
+        there = tile.start if tokens.first else tokens.capacity
+        old = tuple(y[:, :there] for y in old)
         before, lse = self.known(q, own, old, here, block)
-        q, bias = q.flatten(2, 3).flatten(0, 1), None
+        bias = None
         if x.shape[1] > step:
             columns = torch.arange(x.shape[1], device=x.device)
             earlier = (columns[:, None] > columns) & (here[:, None] < block[..., None])
-            new = attention.bias(here, here, earlier)
-            # What was there before the tile is one more key of each query.
-            lowest = lse.new_full((), torch.finfo(lse.dtype).min)
-            same = torch.eye(q.shape[1], dtype=torch.bool, device=x.device)
-            first = torch.where(same, lse, lowest)
-            bias = torch.cat([first, new.expand(len(x), -1, -1, -1)], dim=-1)
-            bias = bias.flatten(0, 1)
-        return Opening(x, q, before.flatten(0, 1), bias, turn)
+            bias = attention.bias(here, here, earlier)
+        pair = tuple(y[:, :0] for y in own[:2])
+        group, outputs = q.shape[3], []
+        for s in range(0, x.shape[1], step):
+            part, rows = slice(s, s + step), slice(s * group, (s + step) * group)
+            o = before[:, :, rows]
+            if bias is not None and s:
+                k, v = pair
+                logits = q[:, :, part].flatten(2, 3) @ k.permute(0, 2, 3, 1).to(q.dtype)
+                logits = logits + bias[:, :, rows, : k.shape[1]]
+                # What was there before the tile counts as one more key.
+                weights = torch.cat([lse[:, :, rows], logits], dim=-1).softmax(dim=-1)
+                weights = weights.to(v.dtype)
+                o = torch.addcmul(
+                    weights[..., 1:] @ v.transpose(1, 2), weights[..., :1], o
+                )
+            # [B, K, T G, E] to [B, T, K G E].
+            o = o.unflatten(2, (-1, group)).transpose(1, 2).flatten(2)
+            z = self.output(x[:, part], attention.out(o))
+            # The persistent pair is of the layer's output, normed again where the
+            # config says so.
+            source = z
+            if self.stack["normed_persistent"]:
+                source = normed(self.attention_norm, z)
+            turned = turn and (turn[0][:, part], turn[1][:, part], turn[2])
+            new = attention.pair(source, turned)
+            outputs.append(z)
+            pair = tuple(
+                torch.cat([old, y], dim=1) for old, y in zip(pair, new, strict=True)
+            )
+        self.keep(*pair, places, tokens, state)
+        return torch.cat(outputs, dim=1)
 
     def known(
         self,
@@ -216,234 +228,25 @@ class RecurrentBlock(nn.Module):
         lse = logits.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
         return weights.to(v.dtype) @ v.transpose(1, 2), lse
 
-    # Columns [L, N, D] of the layers side by side; here L is 1.
+    def output(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Returns z of the residual stream x and what its attention reads."""
+        y = torch.add(x, attended, alpha=self.scale)
+        fed = self.mlp(normed(self.mlp_norm, y))
+        return torch.add(y, fed, alpha=self.scale)
 
-    def attended(self, o: Tensor) -> Tensor:
-        """Returns what the attention adds to the residual stream."""
-        return self.attention.out(o)
-
-    def fed(self, y: Tensor) -> Tensor:
-        """Returns what the MLP adds."""
-        return self.mlp(normed(self.mlp_norm, y))
-
-    def persistent(self, z: Tensor) -> Pair:
-        """Returns keys, not rotated, and values of a column's output, heads joined."""
-        if self.stack["normed_persistent"]:
-            z = normed(self.attention_norm, z)
-        attention = self.attention
-        return normed(attention.k_norm, attention.k(z)), attention.v(z)
-
-    def keep(self, k: Tensor, v: Tensor, tokens: Tokens, state: State) -> None:
+    def keep(
+        self, k: Tensor, v: Tensor, places: Tensor, tokens: Tokens, state: State
+    ) -> None:
         """Writes a tile's persistent pairs to the state."""
-        size, places = tokens.capacity, tokens.places.expand(k.shape[:2])
+        size, places = tokens.capacity, places.expand(k.shape[:2])
         slots = places.masked_fill(places < 0, size)
         for name, new, fill in (("k", k, 0), ("v", v, 0), ("at", places, -1)):
             state[name] = put(room(state, name, size, new, fill), slots, new)
 
 
-class SideBySide:
-    """Layers' weights, each name's in one tensor [L, ...], for products of all layers.
-
-    What `RecurrentBlock` computes of columns, for layers that are at different tiles.
-    """
-
-    def __init__(self, layers: list[RecurrentBlock], weights: State | None = None):
-        self.layer, self.weights = layers[0], weights or {}
-        if weights is None:
-            for name, module in self.layer.named_modules():
-                for kind, first in module.named_parameters(recurse=False):
-                    path = f"{name}.{kind}"
-                    new = torch.stack([layer.get_parameter(path) for layer in layers])
-                    # A product with [D, F] rather than nn.Linear's [F, D] takes half
-                    # the time for one row.
-                    new = new.mT.contiguous() if first.dim() == 2 else new[:, None]
-                    self.weights[path] = new
-
-    def __getitem__(self, part: slice) -> "SideBySide":
-        weights = {name: weight[part] for name, weight in self.weights.items()}
-        return SideBySide([self.layer], weights)
-
-    def product(self, name: str, x: Tensor) -> Tensor:
-        weight, bias = (
-            self.weights.get(f"{name}.{kind}") for kind in ("weight", "bias")
-        )
-        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
-
-    def normed(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
-        if norm is None:
-            return x
-        weight, bias = (
-            self.weights.get(f"{name}.{kind}") for kind in ("weight", "bias")
-        )
-        return norm.scaled(x, weight, bias)
-
-    def attended(self, o: Tensor) -> Tensor:
-        return self.product("attention.out", o)
-
-    def fed(self, y: Tensor) -> Tensor:
-        mlp, y = self.layer.mlp, self.normed("mlp_norm", self.layer.mlp_norm, y)
-        gate = None if mlp.gate is None else self.product("mlp.gate", y)
-        return self.product("mlp.down", mlp.hidden(self.product("mlp.up", y), gate))
-
-    def persistent(self, z: Tensor) -> Pair:
-        if self.layer.stack["normed_persistent"]:
-            z = self.normed("attention_norm", self.layer.attention_norm, z)
-        k = self.product("attention.k", z)
-        k = self.normed("attention.k_norm", self.layer.attention.k_norm, k)
-        return k, self.product("attention.v", z)
-
-
-def tiles(stack: Config, tokens: Tokens) -> list[slice]:
-    """Cuts a call's columns into tiles of full blocks."""
-    # Where all rows begin here, blocks are columns that run together.
-    step = stack["block"] if tokens.first else 1
-    size, T = step * max(1, TILE // step), tokens.ids.shape[1]
-    return [slice(start, min(start + size, T)) for start in range(0, T, size)]
-
-
-def run_tile(
-    layers: list[RecurrentBlock],
-    weights: "RecurrentBlock | SideBySide",
-    xs: list[Tensor],
-    at: list[slice],
-    tokens: Tokens,
-    states: list[State],
-) -> list[Tensor]:
-    """Runs one tile of each layer, column by column, all layers together.
-
-    Args:
-      layers: those that run.
-      weights: of these layers, for columns [L, N, D].
-      xs: the residual stream [B, T, D] at each one's tile.
-      at: each one's tile, all of one size.
-      tokens: the call's.
-      states: each layer's.
-
-    Returns:
-      The layers' outputs [B, T, D].
-    """
-    stack = layers[0].stack
-    step = stack["block"] if tokens.first else 1
-    jobs = zip(layers, xs, at, states, strict=True)
-    openings = [layer.opening(x, t, tokens, state, step) for layer, x, t, state in jobs]
-    x, q, before, bias, turn = zip(*openings, strict=True)
-    # [L, B, T, D] and [L B K, ...].
-    x, q, values = torch.stack(x), torch.cat(q), torch.cat(before)
-    L, B, T, _ = x.shape
-    K, E = stack["key_heads"], stack["head_width"]
-    group, scale = stack["heads"] // K, 1.0
-    if stack["residual_scale"] != "one":
-        scale = stack["layers"] ** -0.5
-    # The first keys are of `before`, and their logits the bias alone.
-    keys, first = torch.zeros_like(q), q.shape[1]
-    biases = [None] * T
-    if bias[0] is not None:
-        biases = torch.cat(bias).split(step * group, dim=1)
-    turned = [None] * T
-    if turn[0] is not None:
-        cos, sin = (
-            torch.stack(y).split(step, dim=2) for y in list(zip(*turn, strict=True))[:2]
-        )
-        turned = [(a, b, turn[0][2]) for a, b in zip(cos, sin, strict=True)]
-    outputs = []
-    parts = zip(x.split(step, 2), q.split(step * group, 1), strict=True)
-    for s, (x_s, q_s) in enumerate(parts):
-        if biases[s] is None:
-            o = values
-        else:
-            seen = biases[s][..., : keys.shape[1]]
-            logits = torch.baddbmm(seen, q_s, keys.mT)
-            o = torch.bmm(logits.softmax(dim=-1).to(values.dtype), values)
-        C = x_s.shape[2]
-        # [L B K, C G, E] to [L, B C, K G E].
-        o = o.view(L * B, K, C, group * E).transpose(1, 2).reshape(L, B * C, -1)
-        y = torch.add(x_s.reshape(L, B * C, -1), weights.attended(o), alpha=scale)
-        z = torch.add(y, weights.fed(y), alpha=scale)
-        k, v = (y.view(L, B, C, K, E) for y in weights.persistent(z))
-        outputs.append(z.view(L, B, C, -1))
-        if turned[s] is not None:
-            k = rotate(k, turned[s])
-        k, v = (y.transpose(2, 3).reshape(L * B * K, C, E) for y in (k, v))
-        keys = torch.cat([keys, k.to(keys.dtype)], dim=1)
-        values = torch.cat([values, v], dim=1)
-    z = torch.cat(outputs, dim=2)
-    # [L B K, T, E] to [L, B, T, K, E].
-    pairs = (y[:, first:].view(L, B, K, T, E).transpose(2, 3) for y in (keys, values))
-    k, v = (y.to(x.dtype) for y in pairs)
-    for layer, state, tile, k_l, v_l in zip(layers, states, at, k, v, strict=True):
-        layer.keep(k_l, v_l, tokens.columns(tile.start, tile.stop), state)
-    return list(z)
-
-
-class RecurrentLayers(Layers):
-    """Layers that read a prompt side by side: each is a tile behind the one below it.
-
-    A product of a few layers' columns takes PyTorch the time of one layer's, as long as
-    their weights are small. Only without gradients, and only layers that are as they
-    were built: adapters and hooks run layer by layer.
-    """
-
-    def forward(
-        self,
-        x: Tensor,
-        tokens: Tokens,
-        states: list[State] | None,
-        streams: list[Tensor] | None,
-    ) -> Tensor:
-        """Runs the tokens; `streams` gets x after each layer."""
-        cuts = tiles(self[0].stack, tokens)
-        if len(cuts) == 1 or torch.is_grad_enabled() or not all(map(is_plain, self)):
-            return super().forward(x, tokens, states, streams)
-        states = [{} for _ in self] if states is None else states
-        count = max(1, CACHED // sum(weight.numel() for weight in self[0].parameters()))
-        for low in range(0, len(self), count):
-            layers, known = list(self)[low : low + count], states[low : low + count]
-            weights = SideBySide(layers)
-            # outputs[l][t]: tile t of what layer l reads.
-            outputs = [[x[:, cut] for cut in cuts], *([] for _ in layers)]
-            for turn in range(len(cuts) + len(layers) - 1):
-                active = [
-                    (layer, turn - layer)
-                    for layer in range(len(layers))
-                    if 0 <= turn - layer < len(cuts)
-                ]
-                # The last tile may be shorter, and its layer runs alone.
-                alone = [job for job in active if job[1] == len(cuts) - 1]
-                for jobs in (alone, active[len(alone) :]):
-                    if not jobs:
-                        continue
-                    part = slice(jobs[0][0], jobs[-1][0] + 1)
-                    z = run_tile(
-                        layers[part],
-                        weights[part],
-                        [outputs[layer][tile] for layer, tile in jobs],
-                        [cuts[tile] for _, tile in jobs],
-                        tokens,
-                        known[part],
-                    )
-                    for (layer, _), new in zip(jobs, z, strict=True):
-                        outputs[layer + 1].append(new)
-            after = [torch.cat(parts, dim=1) for parts in outputs[1:]]
-            if streams is not None:
-                streams.extend(after)
-            x = after[-1]
-        return x
-
-
-def is_plain(layer: RecurrentBlock) -> bool:
-    """Whether a layer computes what its weights say and nothing else."""
-    kinds = (nn.Linear, Norm, Mlp, RecurrentAttention, RecurrentBlock)
-    return all(
-        type(module) in kinds
-        and "forward" not in vars(module)
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        for module in layer.modules()
-    )
-
-
 def build_layers(stack: Config) -> Layers:
     """Builds all layers, the first one first."""
-    return RecurrentLayers(RecurrentBlock(stack) for _ in range(stack["layers"]))
+    return Layers(RecurrentBlock(stack) for _ in range(stack["layers"]))
 
 
 def position_of(stack: Config) -> Config | None:
