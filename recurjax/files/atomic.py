@@ -32,10 +32,13 @@ def write_atomic(file: Path, content: str | bytes) -> None:
       content: text is written as UTF-8.
 
     Raises:
-      UserError: at that place is something other than a regular file: a rename would
-        put a file in the place of a device or a pipe (`--json /dev/stdout`).
+      UserError: the name has a NUL, or at that place is something other than a regular
+        file: a rename would put a file in the place of a device or a pipe
+        (`--json /dev/stdout`).
       OSError: the disk does not take it; nothing is left behind.
     """
+    if "\0" in str(file):
+        raise UserError(f"no file can be named {str(file)[:200]!r}: take the NUL out")
     target = Path(os.path.realpath(file))
     mode = _mode_of(target)
     data = content.encode() if isinstance(content, str) else content

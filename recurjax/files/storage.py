@@ -196,6 +196,12 @@ class Store:
         # fsspec's own way to take the scheme off, different for each store.
         inner = self.system._strip_protocol(pattern)
         matches = self._ask(lambda: self.system.glob(inner, detail=True))
+        for name in matches:
+            if "\0" in name:  # of the rest only the last part becomes a file's name
+                raise UserError(
+                    f"{pattern} has an object named {name[:200]!r}, which no file can "
+                    "be named: rename or remove the object"
+                )
         return {
             self.system.unstrip_protocol(name): int(info.get("size") or 0)
             for name, info in sorted(matches.items())

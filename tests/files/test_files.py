@@ -153,3 +153,9 @@ def test_a_folder_that_is_taken_is_refused(tmp_path):
     ):
         pass
     assert names(tmp_path / "empty") == ["file"]
+
+
+def test_a_name_with_a_nul_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no file can be named .* take the NUL out"):
+        write_atomic(tmp_path / "a\0b", "x")
+    assert names(tmp_path) == []

@@ -64,6 +64,13 @@ def test_an_object_whose_name_leads_out_of_its_folder_is_refused(bucket, name):
         store.sizes()
 
 
+def test_a_pattern_refuses_an_object_that_no_file_can_be_named(bucket):
+    store = open_store(f"{bucket}/run", write=True)
+    fsspec.filesystem("memory").store["/bucket/run/a\0x"] = MemoryFile(data=b"x")
+    with pytest.raises(UserError, match=r"an object named '.*a.x00x', which no file"):
+        store.glob(f"{bucket}/run/**")
+
+
 def test_the_marker_of_an_empty_folder_is_no_object(bucket):
     fsspec.filesystem("memory").store["/bucket/run/empty/"] = MemoryFile(data=b"")
     fsspec.filesystem("memory").store["/bucket/run/..x/...y"] = MemoryFile(data=b"x")
