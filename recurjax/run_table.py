@@ -27,12 +27,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
-from recurjax.experiment import Experiment, read_experiment
-from recurjax.model import ModelConfig
+
+if TYPE_CHECKING:  # Listing experiments imports no jax.
+    from recurjax.experiment import Experiment
+    from recurjax.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,7 @@ class Run:
       expected: the figure there, such as "perplexity 13.42"; or what to expect.
     """
 
-    make: Callable[[str], Experiment]
+    make: Callable[[str], "Experiment"]
     reproduces: str
     expected: str
 
@@ -57,7 +59,7 @@ class Run:
                 raise UserError(f"Run: {name} must be a line of text, got {text!r}")
 
 
-def load_experiment(where: str | Path) -> Experiment:
+def load_experiment(where: str | Path) -> "Experiment":
     """Makes the experiment that `FILE.py`, `FILE.py:ROW`, or a name names.
 
     Nothing of the file stays behind: neither itself, its neighbours among the imported
@@ -91,11 +93,13 @@ def load_runs(path: Path) -> dict[str, Run]:
         return table
 
 
-def model_in(directory: str) -> ModelConfig | None:
+def model_in(directory: str) -> "ModelConfig | None":
     """Returns the model of a run directory, such as an imported one; None: no run.
 
     A row that starts from a checkpoint takes vocabulary and sizes from it.
     """
+    from recurjax.experiment import read_experiment
+
     file = Path(directory) / "config.json"
     return read_experiment(file).model if file.is_file() else None
 
@@ -126,6 +130,38 @@ def shipped_experiments() -> dict[str, Path]:
     # Read as text: listing experiments must not run them.
     files = {f.stem: f for f in folder.glob("*.py") if _makes_one(f.read_text())}
     return dict(sorted((files | tables).items()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedRun:
+    """A row of a paper's table in experiments/README.md, as its cells say it."""
+
+    name: str
+    reproduces: str
+    expected: str
+    parameters: str
+    tokens: str
+
+
+def listed_runs(name: str) -> list[ListedRun]:
+    """Lists the runs of one of `shipped_experiments`; [] where it is a single run.
+
+    The README has them, so that no table of runs is imported, and with it jax.
+    """
+    text = (experiments_folder() / "README.md").read_text(encoding="utf-8")
+    start, end = f"<!-- {name}/runs.py -->\n", "<!-- end -->"
+    lines = text.partition(start)[2].partition(end)[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    return [
+        ListedRun(
+            name=row[0].strip("`"),
+            reproduces=row[1],
+            expected=row[2],
+            parameters=row[4],
+            tokens=row[5],
+        )
+        for row in rows
+    ]
 
 
 def find_experiment(where: str | Path) -> tuple[Path, str | None]:
@@ -208,8 +244,10 @@ def _row_name(table: dict[str, Run], name: str | None, path: Path) -> str:
     raise UserError(f"{path} has no run {name}: {hint}")
 
 
-def _checked(experiment: Any, maker: str) -> Experiment:
+def _checked(experiment: Any, maker: str) -> "Experiment":
     """Returns it as it will be read back from config.json: wrong types show here."""
+    from recurjax.experiment import Experiment
+
     if not isinstance(experiment, Experiment):
         raise UserError(
             f"{maker} must return an Experiment, not {type(experiment).__name__}"

@@ -1,4 +1,6 @@
-"""Latent Recurrent Transformer (LRT): the paper's runs, and a miniature of them.
+"""Latent Recurrent Transformer: Architecture Exploration, Training Strategies, ...
+
+The paper's runs, and a miniature of them.
 
 The runs of nanochat read FineWeb-Edu, prepared once with nanochat's BPE of 32,768
 tokens:

@@ -1,4 +1,6 @@
-"""RAT: the paper's runs, and a miniature of them.
+"""RAT: Bridging RNN Efficiency and Attention Accuracy in Language Modeling.
+
+The paper's runs, and a miniature of them.
 
 Two families, each prepared once:
 

@@ -1,4 +1,6 @@
-"""RecurFormer: the paper's runs, and small ones for two CPU cores.
+"""RecurFormer: Not All Transformer Heads Need Self-Attention.
+
+The paper's runs, and small ones for two CPU cores.
 
 The paper starts from pretrained models. Import one, prepare Wikipedia with its
 tokenizer, replace the heads that its text calls recent, and train on:

@@ -1,4 +1,6 @@
-"""Recurrent Transformer (RT): the paper's runs on C4, and a small pair.
+"""The Recurrent Transformer: Greater Effective Depth and Efficient Decoding.
+
+The paper's runs on C4, and a small pair.
 
 C4 must be prepared once with the T5 tokenizer (32,100 tokens, padded to 32,128 rows):
 

@@ -1,4 +1,6 @@
-"""Relaxed Recursive Transformers (RRT): uptraining, distillation, exits.
+"""Relaxed Recursive Transformers: Effective Parameter Sharing with Layer-wise LoRA.
+
+Uptraining, distillation and exits.
 
 Three pretrained models are imported and made recursive, SlimPajama is prepared with
 each one's tokenizer, then they train:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from importlib import metadata
@@ -42,11 +44,24 @@ def test_experiments_have_names():
         load_experiment("rat")
     code, out, _ = recurjax("experiments")
     assert code == 0
-    listed = dict(re.findall(r"^(\w+) +(\S.*)$", out, re.MULTILINE))
+    listed = dict(re.findall(r"^(\w+)  +(\S.*)$", out, re.MULTILINE))
     assert listed.keys() == shipped_experiments().keys() >= {"quickstart", "rat"}
     assert listed["quickstart"].startswith("Quickstart: a small byte-level")
+    assert listed["rat"].startswith("RAT: Bridging RNN Efficiency and Attention")
+    assert re.search(r"^ +\d+ runs, such as rat:fineweb_4k_rnn$", out, re.MULTILINE)
     _, rows, _ = recurjax("experiments", "rat")
-    assert f"{row}  Table 1: perplexity 7.67\n" in rows
+    assert re.search(rf"{row} +Table 1: perplexity 7.67  \(1.299B parameters, ", rows)
+    assert rows.count("\nrat:") == len(load_runs(folder / "rat" / "runs.py"))
+
+
+def test_listing_experiments_imports_no_jax():
+    lines = ["import sys", "from recurjax.cli.main import main"]
+    lines += ["main(['experiments'])", "main(['experiments', 'rat'])"]
+    lines += ["sys.exit('jax' in sys.modules)"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], stdout=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0
 
 
 def test_a_new_file_has_the_settings_and_a_name_of_its_own(tmp_path, monkeypatch):
