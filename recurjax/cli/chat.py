@@ -28,7 +28,7 @@ from recurjax.files.json_files import json_text, read_json_object
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
 from recurjax.inference.engine.memory import in_words, state_size
-from recurjax.inference.sampling import PLAIN, SamplingConfig
+from recurjax.inference.sampling import SamplingConfig, requested_sampling
 from recurjax.machine import terminal
 from recurjax.model import Decoder, WeightDtype
 from recurjax.ranges import (
@@ -331,29 +331,6 @@ def _as_talk(values: Mapping[str, Any], file: Path) -> list[Message]:
     return [{name: row[name] for name in ("role", "content")} for row in messages]
 
 
-def own_sampling(
-    given: SamplingConfig, options: Mapping[str, Any], defaults: Mapping[str, float]
-) -> tuple[SamplingConfig, list[str]]:
-    """Fills in the model's own settings where the user names none.
-
-    Args:
-      given: what holds where neither says anything.
-      options: the user's, None where there is none.
-      defaults: the model's own, by its generation_config.json.
-
-    Returns:
-      The settings, and those of the model's that hold.
-    """
-    changes, names = {}, []
-    for name, value in options.items():
-        if value is not None:
-            changes[name] = value
-        elif name in defaults:
-            changes[name] = defaults[name]
-            names.append(f"{name} {defaults[name]}")
-    return replace(given, **changes), names
-
-
 def run(argv: list[str]) -> int:
     """Runs `recurjax chat ARGV` until the user ends it, and returns its exit code.
 
@@ -376,10 +353,7 @@ def run(argv: list[str]) -> int:
     template = load_template(
         options.run / "tokenizer", file=options.template, tokenizer=tokenizer
     )
-    sampling_options = {name: getattr(options, name) for name in _SAMPLING}
-    sampling, changed = own_sampling(
-        PLAIN, sampling_options, tokenizer.settings.sampling
-    )
+    sampling, changed = requested_sampling(options, tokenizer.settings.sampling)
     model = in_compute_dtype(loaded.model)
     most = model.config.max_length
     length = options.length or min(4096, most or 4096)
@@ -393,7 +367,8 @@ def run(argv: list[str]) -> int:
     )
     spread = mesh if mesh.size > 1 else None
     engine = Engine(model, config, tokenizer=tokenizer, mesh=spread)
-    engine.compile()
+    with terminal.shown_elapsed("compiling"):
+        engine.compile()
     talk = ChatSession(
         engine,
         tokenizer,
@@ -411,9 +386,6 @@ def run(argv: list[str]) -> int:
         _tell("its tokenizer has no EOS: only a limit ends an answer")
     _Terminal(talk, model).run()
     return 0
-
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def _greeting(talk: ChatSession, changed: list[str]) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +28,7 @@ from recurjax.inference.generate import (
     as_generation,
     continue_prompts,
 )
-from recurjax.inference.sampling import SamplingConfig
+from recurjax.inference.sampling import requested_sampling
 from recurjax.machine import terminal
 from recurjax.machine.distributed import start_processes
 from recurjax.model import WeightDtype
@@ -59,6 +60,8 @@ recurjax generate --help lists the options."""
 class GenerateOptions(RangeChecks):
     """Continues prompts with a trained model.
 
+    Sampling that is not given is the model's own, where it came with some.
+
     Attributes:
       run: the run directory, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       prompt: a text to continue; may be given several times.
@@ -66,7 +69,7 @@ class GenerateOptions(RangeChecks):
         file each line is a JSON string, which may have line breaks inside.
       max_new_tokens: for each prompt.
       temperature: divides the logits; 0 is greedy: always the likeliest token.
-      top_k: draw from this many of the likeliest tokens; None: from all.
+      top_k: draw from this many of the likeliest tokens.
       top_p: draw from the fewest likeliest tokens with this much probability together.
       min_p: draw from tokens with this share of the likeliest one's probability.
       repetition_penalty: above 1, makes tokens less likely that the prompt or the text
@@ -102,11 +105,11 @@ class GenerateOptions(RangeChecks):
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompts_file: Path | None = None
     max_new_tokens: PositiveInt = 200
-    temperature: NonNegativeFloat = 1.0
+    temperature: NonNegativeFloat | None = None
     top_k: PositiveInt | None = None
-    top_p: PositiveFraction = 1.0
-    min_p: Fraction = 0.0
-    repetition_penalty: PositiveFloat = 1.0
+    top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat | None = None
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     bos: bool = True
     prefill: str = "exact"
@@ -135,15 +138,8 @@ def run(argv: list[str]) -> int:
     if options.json and options.json_lines is not None:
         raise UserError("--json-lines FILE has the texts already: leave out --json")
     prompts = _prompts(options)
-    sampling = SamplingConfig(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-    )
     rule = None if options.exit is None else parse_rule(options.exit)
-    if options.missing == "verify" and options.temperature > 0:
+    if options.missing == "verify" and options.temperature != 0:
         raise UserError("--missing verify is for greedy texts: add --temperature 0")
     if options.missing is not None and rule is None:
         raise UserError("--missing goes with --exit: say when tokens leave")
@@ -162,6 +158,10 @@ def run(argv: list[str]) -> int:
         report=_tell,
     )
     model = loaded.model
+    defaults = loaded.tokenizer.settings.sampling
+    sampling, taken = requested_sampling(options, defaults)
+    if taken:
+        _tell(f"sampling of the model's own: {', '.join(taken)}")
     if options.loops is not None:
         # Before the exits are made: a rule then leaves the loops of the shorter model.
         model = with_loops(model, options.loops)
@@ -172,8 +172,10 @@ def run(argv: list[str]) -> int:
     if rule is not None:
         exits = EarlyExit(rule=rule, missing=options.missing, head=head)
     unshown = prompts[:1]  # Comes with the first text: only then all options are right.
+    compiling = ExitStack()
 
     def show(_: int, text: str) -> None:
+        compiling.close()
         _show("".join(unshown) + text)
         unshown.clear()
 
@@ -201,20 +203,24 @@ def run(argv: list[str]) -> int:
     # The prompts of a file wait for a slot; those of the command line run at once.
     slots = len(prompts) if options.prompts_file is None else options.slots
     finished: dict[int, Request] = {}
-    for number, request in continue_prompts(
-        model,
-        prompts,
-        **shared,
-        skip=frozenset(done),
-        slots=min(slots, max(len(prompts) - len(done), 1)),
-        mesh=spread,
-        exits=exits,
-        on_text=show if streams else None,
-        timing=timing,
-    ):
-        finished[number] = request
-        if lines is not None:
-            lines.add(number, _line(prompts[number], request))
+    with compiling:
+        if jax.process_index() == 0:
+            compiling.enter_context(terminal.shown_elapsed("compiling"))
+        for number, request in continue_prompts(
+            model,
+            prompts,
+            **shared,
+            skip=frozenset(done),
+            slots=min(slots, max(len(prompts) - len(done), 1)),
+            mesh=spread,
+            exits=exits,
+            on_text=show if streams else None,
+            timing=timing,
+        ):
+            compiling.close()
+            finished[number] = request
+            if lines is not None:
+                lines.add(number, _line(prompts[number], request))
     if options.json_lines is not None:
         _tell(f"{len(done)} texts in {options.json_lines}")
         _tell(_speed(timing))

@@ -12,6 +12,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
+from recurjax.machine import terminal
 from recurjax.plan.changes import find_changes
 from recurjax.plan.compilers import check_compilers
 from recurjax.plan.planning import Plan, make_plan
@@ -128,7 +129,7 @@ def run(argv: list[str]) -> int:
     console = _console()
     if options.sweep:
         return _sweep(options, experiment, topology, console)
-    with console.status(f"compiling for {topology.name}"):
+    with terminal.shown_elapsed(f"compiling for {topology.name}", console=console):
         plan = plan_of(experiment)
     show_plan(plan, console)
     report = plan.to_json()
@@ -136,7 +137,7 @@ def run(argv: list[str]) -> int:
     if not plan.fits and _lacks_memory(plan) and options.program == "train":
         # A line that stays: these compilations can take as long as the plan, each.
         console.print("it does not fit: compiling what would help")
-        with console.status("trying what would help"):
+        with terminal.shown_elapsed("trying what would help", console=console):
             changes = find_changes(experiment, plan, plan_of)
         show_changes(changes, console)
         report["changes"] = [

@@ -32,7 +32,7 @@ from recurjax.ranges import (
     RangeChecks,
 )
 from recurjax.sharding import MeshConfig, reading_mesh
-from recurjax.training.run import load_run
+from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Missing
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class ServeOptions(RangeChecks):
       host: the address to listen at; by default only this machine can connect.
       port: the port there; 0: any that is free.
       slots: requests that are continued at once; "auto": as many as memory holds.
-      length: tokens that a slot holds, prompt and answer together; None: 4096, or what
-        the model has positions for.
+      length: tokens that a slot holds, prompt and answer together; None: what the run
+        trained at, at least 256; of an imported model 4096, or what it has positions
+        for.
       queue: requests that may wait for a slot; further ones are refused.
       prefill_tokens: of prompts, read at most between two looks at the others.
       steps: tokens per slot between two checks for new requests.
@@ -185,8 +186,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         )
     if template is None:
         _tell(f"{name}: no chat template: completions only, or give --template FILE")
-    most = loaded.model.config.max_length
-    length = min(4096, most or 4096) if options.length is None else options.length
+    length = options.length or _default_length(loaded)
     config = EngineConfig(
         slots=options.slots,
         length=length,
@@ -231,6 +231,13 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     )
 
 
+def _default_length(loaded: LoadedRun) -> int:
+    # What was imported, or is trained by adapters, knows longer texts than its run.
+    trained_here = loaded.step > 0 and loaded.base is None
+    length = max(loaded.experiment.training.length, 256) if trained_here else 4096
+    return min(length, loaded.model.config.max_length or length)
+
+
 def _build(
     name: str,
     model: Callable[[], Decoder],
@@ -247,7 +254,8 @@ def _build(
         raise
     _tell(
         f"{name}: {engine.slots} slots of {config.length} tokens, "
-        f"{engine.row_bytes / 2**20:,.2f} MiB each: ready"
+        f"{engine.row_bytes / 2**20:,.2f} MiB each: ready, compiled in "
+        f"{engine.compile_seconds:.1f} s"
     )
     return engine
 

@@ -1,8 +1,8 @@
 """Samples the next token from logits: penalty, temperature, filters, draw."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +55,25 @@ NOT_FINITE = -1
 
 PLAIN = SamplingConfig()
 """Draws from the model's own distribution."""
+
+
+def requested_sampling(
+    options: Any, defaults: Mapping[str, float]
+) -> tuple[SamplingConfig, list[str]]:
+    """Returns the sampling that options ask for, filled in with the model's defaults.
+
+    Args:
+      options: a command's, with the fields of `SamplingConfig`; None: not given.
+      defaults: the model's, from its generation_config.json.
+
+    Returns:
+      The config, and those of the model's defaults that it has, as text.
+    """
+    given = {f.name: getattr(options, f.name) for f in fields(SamplingConfig)}
+    given = {name: value for name, value in given.items() if value is not None}
+    taken = {name: value for name, value in defaults.items() if name not in given}
+    names = [f"{name} {value}" for name, value in taken.items()]
+    return replace(PLAIN, **taken, **given), names
 
 
 class RowSampling(NamedTuple):

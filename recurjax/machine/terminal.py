@@ -1,7 +1,11 @@
-"""Text on a terminal: columns, and a model's text, whose control characters act."""
+"""Text on a terminal: columns, elapsed seconds, a model's text without its escapes."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 # Escape sequences move the cursor, rename windows and answer as if somebody typed.
 _SHOWN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -34,3 +38,18 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> st
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
+
+
+@contextmanager
+def shown_elapsed(text: str, *, console: Console | None = None) -> Iterator[None]:
+    """Shows a text and the seconds since the body began, and removes both at its end.
+
+    Args:
+      console: a terminal, or nothing is shown; None: standard error.
+    """
+    console = console or Console(stderr=True)
+    columns = TextColumn(text), TimeElapsedColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        bar.add_task("", total=None)
+        yield

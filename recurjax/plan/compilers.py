@@ -132,8 +132,7 @@ def fetch(folder: Path, requirements: list[Requirement]) -> None:
     folder = folder.expanduser()
     # Without dependencies: jax itself must not come a second time.
     words = ["--target", "", "--no-deps"]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-    pip.append("--disable-pip-version-check")
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     ahead = folder.absolute().with_name(f".{folder.name}.new")
     shutil.rmtree(ahead, ignore_errors=True)
     pins = hashed(requirements)
@@ -145,8 +144,9 @@ def fetch(folder: Path, requirements: list[Requirement]) -> None:
             file = Path(temporary) / "compilers.txt"
             file.write_text("\n".join(pins) + "\n")
             words += ["--require-hashes", "--requirement", str(file)]
+        # pip's own progress bars are shown; its last error becomes one sentence.
         done = subprocess.run(
-            [*pip, *words], capture_output=True, text=True, check=False
+            [*pip, *words], stderr=subprocess.PIPE, text=True, check=False
         )
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]

@@ -4,18 +4,19 @@ import io
 import json
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from recurjax.cli import chat as command
-from recurjax.cli.chat import ChatSession, own_sampling, run
+from recurjax.cli.chat import ChatOptions, ChatSession, run
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer, TextSettings
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.engine.memory import in_words, state_size, state_sizes
-from recurjax.inference.sampling import PLAIN, SamplingConfig
+from recurjax.inference.sampling import SamplingConfig, requested_sampling
 
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 
@@ -154,10 +155,10 @@ def test_another_try_draws_other_tokens(engine):
 
 
 def test_the_models_own_sampling_holds_where_the_user_names_none():
-    wishes = {"temperature": None, "top_k": None, "top_p": 0.5}
+    options = ChatOptions(run=Path("runs/x"), top_p=0.5)
     generation = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "eos_token_id": 2}
     defaults = TextSettings(generation=generation).sampling
-    result, own = own_sampling(PLAIN, wishes, defaults)
+    result, own = requested_sampling(options, defaults)
     assert result == SamplingConfig(temperature=0.6, top_p=0.5)
     assert own == ["temperature 0.6"]
 

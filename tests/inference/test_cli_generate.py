@@ -5,7 +5,7 @@ import pytest
 
 from recurjax.cli import generate as command
 from recurjax.cli.generate import run
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, TextSettings
 from recurjax.errors import UserError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
@@ -34,6 +34,18 @@ def test_one_prompt_is_shown_with_its_text_and_the_speed_apart(capsys, loads):
     assert run(["runs/x", "--prompt", "ab", *SHORT, "--no-stream", "--step", "7"]) == 0
     assert capsys.readouterr().out == out
     assert loads[1] == ("runs/x", 7)
+
+
+def test_sampling_that_is_not_given_is_the_models_own(capsys, cycle, monkeypatch):
+    tokenizer = ByteTokenizer()
+    tokenizer.settings = TextSettings(generation={"do_sample": False, "top_p": 0.9})
+    loaded = SimpleNamespace(model=cycle(LETTERS), tokenizer=tokenizer, step=7)
+    monkeypatch.setattr(command, "load_run", lambda *_, **__: loaded)
+    words = ["runs/x", "--prompt", "ab", "--max-new-tokens", "6", "--top-p", "0.5"]
+    assert run(words) == 0
+    out, err = capsys.readouterr()
+    assert out == "abcdefgh\n"
+    assert "sampling of the model's own: temperature 0.0\n" in err
 
 
 def test_several_prompts_are_shown_in_blocks(capsys, tmp_path):

@@ -60,6 +60,10 @@ check(asked(early, said, settings)[1].exit, undefined);
 check(titleOf({ messages: [] }), "New conversation");
 check(titleOf({ messages: said }), "a");
 check(readTalks(JSON.stringify([{ messages: said }, { messages: [{}] }, 3])).length, 1);
+const shown = [], compiling = { error: { message: "is being compiled" } };
+const ask = async () => ({ ok: shown.length > 1, json: async () => compiling });
+untilReady(ask, (text) => shown.push(text), async () => {}).then(() =>
+  check(shown, ["is being compiled (0 s)", "is being compiled (1 s)", ""]));
 check([readTalks("{"), readTalks(null), readTalks('"x"')], [[], [], []]);
 """
 

@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
         print(f"{name:<{width}}  {summary_of(file)}")
         if runs := listed_runs(name):
             print(f"{'':<{width}}  {len(runs)} runs, such as {name}:{runs[0].name}")
-    print("\nrecurjax experiments NAME lists its runs, recurjax train NAME[:RUN] starts one")
+    print("\nrecurjax experiments NAME lists runs; recurjax train NAME:RUN starts one")
     return 0
 
 

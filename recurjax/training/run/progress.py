@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+)
+from rich.text import Text
 
 from recurjax.experiment import Experiment
 from recurjax.machine.devices import peak_flops
@@ -50,7 +58,7 @@ class TrainingProgress:
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("{task.fields[status]}"),
+            _Status(),
             console=console,
             disable=not console.is_terminal,
         )
@@ -59,9 +67,7 @@ class TrainingProgress:
     def start(self, step: int) -> None:
         """Shows the bar at the step that training begins with or resumes at."""
         self._first = self._seen = step
-        self._bar.update(
-            self._task, completed=step, status="compiling the training step"
-        )
+        self._bar.update(self._task, completed=step)
         self._bar.start()
         if step:
             self.say(f"resuming at step {step} of {self._steps}")
@@ -134,3 +140,11 @@ class TrainingProgress:
             left = (self._steps - self._seen) * self._tokens_per_step / rate
             parts.append(f"{timedelta(seconds=round(left))} left")
         return "  ".join(parts)
+
+
+class _Status(ProgressColumn):
+    """Loss, rate and time left, and before the first step the seconds of compiling."""
+
+    def render(self, task: Task) -> Text:
+        compiling = f"compiling the training step, {task.elapsed or 0:.0f} s"
+        return Text(task.fields["status"] or compiling)

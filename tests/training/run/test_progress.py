@@ -49,6 +49,7 @@ def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left(clock):
     _, text = show(clock, terminal=True)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "step  3/12" in plain and "━" in plain
+    assert "compiling the training step, 0 s" in plain
     assert "loss 2.0000  64 tokens/s  0:00:18 left" in plain
     assert "step 1/12  loss" not in plain and "a word" in plain
 
