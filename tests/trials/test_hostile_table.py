@@ -210,6 +210,9 @@ REASONS = {
         "plan.compilers:_pins",
     ],
     "reads an experiment's file, which is a program": ["run_table:summary_of"],
+    "reads experiments/README.md, which comes with the package": [
+        "run_table:listed_runs",
+    ],
     "listens, and reads nothing itself": ["serving.server:bind"],
 }
 
