@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -31,13 +33,9 @@ class MetricsWriter:
         trackers: Sequence[Tracker] = (),
         say: Callable[[str], None] = print,
     ):
-        # Imported here: TensorBoard's writer brings protobuf in, which users of the
-        # library alone need not wait for.
-        from tensorboardX import SummaryWriter
-
         self._file = file.open("a", encoding="utf-8")
         # Rows of steps that will be made again are dropped there as well.
-        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resumed_from + 1)
+        self._tensorboard = _EventFile(tensorboard, purge_step=resumed_from + 1)
         self._trackers, self._say = list(trackers), say
         if description is not None:
             text = json.dumps(
@@ -45,7 +43,7 @@ class MetricsWriter:
             )
             # Indented by four places it is a block of code in TensorBoard's Markdown.
             block = "".join(f"    {line}\n" for line in text.splitlines())
-            self._tensorboard.add_text("config", block, resumed_from)
+            self._tensorboard.write_text(resumed_from, "config", block)
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
         """Writes one row."""
@@ -55,7 +53,7 @@ class MetricsWriter:
             # TensorBoard cannot draw NaN; metrics.jsonl has it as null.
             if not math.isfinite(value):
                 continue
-            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+            self._tensorboard.write_scalar(step, f"{kind}/{name}", value)
         # Trackers have one space of names for all kinds of rows.
         row = {f"{kind}/{name}": value for name, value in metrics.items()}
         for tracker in list(self._trackers):
@@ -80,6 +78,44 @@ class MetricsWriter:
         self._tensorboard.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+class _EventFile:
+    """A file of TensorBoard's events that is written in the caller's thread.
+
+    tensorboardX' SummaryWriter has a thread for it, which ends with the first write
+    that fails, as on a full disk: later rows then wait forever. Here the write raises.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int):
+        # Imported here: it brings protobuf in, which users of the library alone need
+        # not wait for.
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # Protobuf makes its classes when it is imported, where pyright sees none.
+        proto: Any = event_pb2
+        self._summary, self._event = summary, proto.Event
+        self._file = EventsWriter(str(folder / "events"))
+        start = proto.SessionLog(status=proto.SessionLog.START)
+        self._write(purge_step, session_log=start)
+
+    def write_scalar(self, step: int, name: str, value: float) -> None:
+        self._write(step, summary=self._summary.scalar(name, value))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._write(step, summary=self._summary.text(name, text))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._file.write_event(self._event(step=step, wall_time=time.time(), **content))
 
 
 def device_memory() -> dict[str, float]:

@@ -1,7 +1,9 @@
 import dataclasses
+import errno
 import json
 
 import pytest
+from tensorboardX.record_writer import RecordWriter
 
 from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.errors import UserError
@@ -45,6 +47,20 @@ def test_rows_are_numbers_and_what_json_lacks_is_null(run):
         {"step": 2, "kind": "validation", "loss": 1.0, "perplexity": None},
     ]
     assert any(run.tensorboard.iterdir())
+
+
+def test_a_full_disk_ends_tensorboard_s_rows_with_an_error_not_with_a_wait(
+    run, monkeypatch
+):
+    def fail(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = MetricsWriter(run.metrics, run.tensorboard, resumed_from=0)
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(1, "train", {"loss": 4.0})
+    monkeypatch.undo()
+    writer.close()
 
 
 def test_rewinding_drops_what_will_be_made_again(run):
