@@ -636,3 +636,16 @@ def test_padding_that_was_made_here_stays_out_of_an_export():
     # An imported table's padding is the checkpoint's own: see `from_hf`.
     own = dataclasses.replace(model, pad_vocabulary_to=320)
     assert hf_keys(own, length=16)["vocab_size"] == 320
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be an integer from 1"),
+        ({"hidden_size": 2**31}, "hidden_size must be an integer from 1 to 2147483647"),
+        ({"vocab_size": True}, "vocab_size must be an integer from 1"),
+    ],
+)
+def test_sizes_have_a_bound(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        model_from_keys(TINY_LLAMA | changes, where="config.json")

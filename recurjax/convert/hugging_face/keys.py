@@ -85,8 +85,10 @@ class Keys:
         """Whether the file states a key that was not taken yet."""
         return key in self._values
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Takes a positive integer; null counts as absent."""
+    def size(
+        self, key: str, default: int | None = None, *, most: int = 2**31 - 1
+    ) -> int:
+        """Takes a positive integer up to `most`; null counts as absent."""
         # Old files write null where a key is not used.
         value = self._values.pop(key, None)
         value = default if value is None else value
@@ -94,10 +96,15 @@ class Keys:
             self._wrong.append(f"{key} is missing")
             return 1
         # `type` and not isinstance: true would be a 1.
-        if type(value) is not int or value < 1:
-            self._wrong.append(f"{key} must be a positive number, got {value!r}")
+        if type(value) is not int or not 1 <= value <= most:
+            got = repr(value)[:40]
+            self._wrong.append(f"{key} must be an integer from 1 to {most}, got {got}")
             return 1
         return value
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """Takes a number of layers; each gets rows in lists, so it is small."""
+        return self.size(key, default, most=100_000)
 
     def optional_size(self, key: str, default: int | None) -> int | None:
         """Takes a positive integer or null."""
