@@ -56,12 +56,12 @@ def test_a_table_has_means_and_spreads(script):
 
 
 def test_a_part_of_the_grid_is_chosen_by_name(script):
-    chosen, cases = script("uptraining_set").chosen, script("byte_model").CASES
-    assert chosen(cases, ()) == list(cases)
+    select, cases = script("uptraining_set").select, script("byte_model").CASES
+    assert select(cases, ()) == list(cases)
     names = ["rank8_svd", "base_on"]
-    assert [case.name for case in chosen(cases, names)] == names
+    assert [case.name for case in select(cases, names)] == names
     with pytest.raises(UserError, match="--cases: no case rank9; there are base_on, "):
-        chosen(cases, ["rank9"])
+        select(cases, ["rank9"])
 
 
 class FakeTimer:
