@@ -46,7 +46,7 @@ def watch() -> None:
     global _group
     state = distributed.global_state
     if _group is None and state.client is not None and state.num_processes > 1:
-        early_interrupt.work_begins()  # an interruption is told to the others
+        early_interrupt.work_begins()  # the others must learn of an interruption
         _group = _Group(state.client, state.process_id, state.num_processes)
 
 

@@ -545,8 +545,8 @@ def _add_product_kernel(refs: _AddRefs, *, scale, depth, splits, interpret):
         pltriton.debug_barrier()
     block = tuple(pl.program_id(axis) for axis in range(3))
     # A constant is more than jax's interpreter takes here.
-    repeats = 1 + jnp.minimum(pl.program_id(3), 0)
-    before = pltriton.atomic_add(refs.finished, block, repeats)
+    increment = 1 + jnp.minimum(pl.program_id(3), 0)
+    before = pltriton.atomic_add(refs.finished, block, increment)
 
     @pl.when(before % splits == splits - 1)
     def _():

@@ -103,7 +103,7 @@ class Keys:
         return value
 
     def layers(self, key: str, default: int | None = None) -> int:
-        """Takes a number of layers; each gets rows in lists, so it is small."""
+        """Takes a number of layers, which bounds the length of lists."""
         return self.size(key, default, most=100_000)
 
     def optional_size(self, key: str, default: int | None) -> int | None:
