@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 from jax.sharding import PartitionSpec as P
 
+from recurjax.errors import first_few
+
 Module = TypeVar("Module")
 
 Role = Literal["matrix", "table", "vector"]
@@ -260,7 +262,7 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
       nested: one leaf for each of `like`'s, neither more nor fewer.
 
     Raises:
-      ValueError: names or shapes differ; all differences are listed.
+      ValueError: names or shapes differ; the first few differences are named.
     """
     given = {
         parameter_name(path): leaf
@@ -280,7 +282,7 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
     differences += [f"{name} is not a parameter of the model" for name in given]
     # All differences in one message: they mostly have one cause, which the list shows.
     if differences:
-        raise ValueError("from_nested_dict: " + "; ".join(differences))
+        raise ValueError("from_nested_dict: " + first_few(differences))
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 

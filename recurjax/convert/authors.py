@@ -18,7 +18,7 @@ from recurjax.convert.formats.torch_file import open_torch_file
 from recurjax.convert.loading import load_model
 from recurjax.convert.pieces import PieceTable
 from recurjax.data.tokenizers import JsonTokenizer, Tokenizer
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.model import Decoder, ModelConfig
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -49,7 +49,7 @@ def from_authors(
 
     Raises:
       UserError: another variant, a model that the authors' code cannot have, not such
-        a file, or tensors that do not fit; all differences are listed.
+        a file, or tensors that do not fit; the first few are named.
     """
     # The config names the variant; a state dict says nothing of it.
     match config.stack:
@@ -69,7 +69,7 @@ def from_authors(
     if unnamed := table.unnamed():
         raise UserError(
             "the authors' checkpoints have no tensors for some parameters of this "
-            f"config: {', '.join(unnamed)}"
+            f"config: {first_few(unnamed, separator=', ')}"
         )
     source = renamed(_open(path), rename)
     return load_model(config, table.finished(), source, mesh=mesh, report=report)

@@ -52,7 +52,7 @@ def load_model(
       report: gets a sentence when weights are not finite.
 
     Raises:
-      UserError: the checkpoint does not fit; all differences are listed.
+      UserError: the checkpoint does not fit; the first few differences are named.
     """
     check_tensors(pieces, source, ignored=ignored)
     # One device where nothing else is said: a mesh of one.

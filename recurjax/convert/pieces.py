@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from recurjax.convert.formats.tensors import FLOATS, TensorSource
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name, rule_of
 
@@ -232,7 +232,8 @@ def check_tensors(
       ignored: names on disk that may be there and are not read.
 
     Raises:
-      UserError: tensors missing, unknown, of another shape or no floats; all listed.
+      UserError: tensors missing, unknown, of another shape or no floats; the
+        first few are named.
     """
     expected: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
     # All differences are gathered before anything is raised: a user sees in one run
@@ -255,5 +256,5 @@ def check_tensors(
     ]
     if mismatches:
         raise UserError(
-            f"{source.where} does not fit its model: {'; '.join(mismatches)}"
+            f"{source.where} does not fit its model: {first_few(mismatches)}"
         )

@@ -81,7 +81,7 @@ def test_a_header_that_lies_about_shapes(directory):
     refused(directory, "model.safetensors is not a whole safetensors file")
 
 
-def test_tensors_that_do_not_fit_are_all_listed(directory):
+def test_tensors_that_do_not_fit_are_named(directory):
     def change(tensors):
         del tensors["model.norm.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(48, np.float32)
@@ -96,6 +96,13 @@ def test_tensors_that_do_not_fit_are_all_listed(directory):
         r"q_proj.bias is not a tensor of this model",
     )
     refused(directory, r"up_proj.weight has shape \(3, 4\), not \(112, 48\)")
+
+
+def test_many_tensors_that_do_not_fit_are_counted(directory):
+    more = {f"model.extra.{n:03}": np.zeros(1, np.float32) for n in range(300)}
+    rewrite(directory, lambda tensors: {**tensors, **more})
+    names = "; ".join(f"{name} is not a tensor of this model" for name in [*more][:6])
+    refused(directory, f"does not fit its model: {names}; and 294 more$")
 
 
 def test_shards_that_are_missing_or_do_not_agree(directory):

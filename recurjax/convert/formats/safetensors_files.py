@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.files.atomic import inside
 from recurjax.files.json_files import parse_json, read_json_object
 
@@ -103,12 +103,13 @@ def _open_shards(directory: Path) -> SafetensorsFiles:
     paths = sorted(set(places))
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise UserError(f"{directory} lacks the shards {', '.join(missing)}")
+        names = first_few(missing, separator=", ")
+        raise UserError(f"{directory} lacks the shards {names}")
     source = SafetensorsFiles(paths, where=str(directory))
     if differing := sorted(set(homes) ^ set(source.tensors)):
         raise UserError(
             f"{file} and its shards do not name the same tensors: "
-            f"{', '.join(differing)}"
+            f"{first_few(differing, separator=', ')}"
         )
     return source
 

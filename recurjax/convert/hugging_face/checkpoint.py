@@ -73,8 +73,8 @@ def from_hf(
         head that is not tied, weights that are not finite.
 
     Raises:
-      UserError: it is no such checkpoint, or something in it is not understood; all
-        differences are listed.
+      UserError: it is no such checkpoint, or something in it is not understood; the
+        first few differences are named.
     """
     path = Path(path).expanduser()
     if path.is_file() and path.suffix == ".gguf":

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.files.json_files import read_json_object
 
 HARMLESS = {
@@ -179,7 +179,7 @@ class Keys:
             if value is None or (key in NEUTRAL and value == NEUTRAL[key]):
                 self.read_over.append(key)
             else:
-                self._wrong.append(f"{key} {value!r} is not understood")
+                self._wrong.append(f"{key} {value!r:.200} is not understood")
         return self._wrong
 
     def finish(self) -> None:
@@ -190,7 +190,7 @@ class Keys:
         """
         if problems := self.problems():
             raise UserError(
-                f"{self._where}: {'; '.join(problems)} (--ignore-key NAME leaves "
+                f"{self._where}: {first_few(problems)} (--ignore-key NAME leaves "
                 "out a key that does not change the model)"
             )
 

@@ -61,7 +61,8 @@ def model_from_keys(
       ignored: keys that are left out, on the user's word.
 
     Raises:
-      UserError: another architecture, or keys that are not understood; all are listed.
+      UserError: another architecture, or keys that are not understood; the
+        first few are named.
     """
     architecture: Any = values.get("model_type")
     text_of = architecture if architecture in list(_TEXT_MODELS) else None

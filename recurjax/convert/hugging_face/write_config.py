@@ -10,7 +10,7 @@ from typing import Any
 from recurjax.convert.hugging_face.families import FAMILIES
 from recurjax.convert.hugging_face.read_config import model_from_keys
 from recurjax.convert.hugging_face.values import values_of
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.experiment import model_differences
 from recurjax.model import ModelConfig
 from recurjax.variants.transformer import TransformerConfig
@@ -33,8 +33,8 @@ def hf_keys(
       bos, eos, pad: token ids; without a pad the key is left out.
 
     Raises:
-      UserError: none of the families can be this model; the differences from the
-        nearest one are listed.
+      UserError: none of the families can be this model; the first few differences
+        from the nearest one are named.
     """
     if not isinstance(config.stack, TransformerConfig):
         raise UserError(
@@ -68,7 +68,7 @@ def hf_keys(
     nearest = min(differences, key=lambda name: len(differences[name]))
     raise UserError(
         f"this model is none of {', '.join(FAMILIES)}; from {nearest} it differs in "
-        f"{'; '.join(differences[nearest])}: leave --format at torch"
+        f"{first_few(differences[nearest])}: leave --format at torch"
     )
 
 

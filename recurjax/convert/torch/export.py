@@ -44,7 +44,7 @@ from recurjax.data.tokenizers import (
     load_tokenizer,
     text_ends,
 )
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.experiment import Experiment, model_differences
 from recurjax.files.json_files import json_text
 from recurjax.layers.position import Rope
@@ -411,7 +411,7 @@ def from_torch(
     experiment = from_json(Experiment, keys["experiment"], path="experiment")
     if changed := model_differences(config, experiment.model):
         raise UserError(
-            f"{file}: model and experiment.model differ: {'; '.join(changed)}"
+            f"{file}: model and experiment.model differ: {first_few(changed)}"
         )
     data = experiment.data
     if isinstance(data, DataConfig) and isinstance(data.tokenizer, Bytes):

@@ -22,8 +22,8 @@ from recurjax.data.config import (
     TextFiles,
     Tfds,
 )
-from recurjax.data.corpora.files import CorpusFile, matching_files
-from recurjax.errors import UserError
+from recurjax.data.corpora.files import CorpusFile, matching_files, null_in
+from recurjax.errors import UserError, first_few
 
 
 class Document(NamedTuple):
@@ -119,9 +119,8 @@ def read_conversations(corpus: Conversations) -> Iterator[Conversation]:
     for file in matching_files(corpus.patterns):
         for row, where in _rows(file, corpus.field):
             if not isinstance(row, dict) or corpus.field not in row:
-                names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise UserError(
-                    f"{where} has no field {corpus.field!r}; it has: {names}"
+                    f"{where} has no field {corpus.field!r}; it has: {_names(row)}"
                 )
             parsed = _messages_of(row[corpus.field])
             if not any(role == "assistant" for role, _ in parsed):
@@ -138,7 +137,7 @@ def _rows(file: CorpusFile, field: str) -> Iterator[tuple[Any, str]]:
         from recurjax.data.corpora.records import parquet_column  # needs pyarrow
 
         for number, value in enumerate(parquet_column(file, field), 1):
-            yield {field: value}, f"{file}, row {number},"
+            yield {field: value}, f"{file}: row {number}"
         return
     with _opened(file) as (stream, _):
         for number, line in enumerate(stream, 1):
@@ -217,11 +216,13 @@ def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, 
                 continue
             row = _row(line, f"{file}:{number}")
             if not isinstance(row, dict) or corpus.field not in row:
-                names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise UserError(
-                    f"{file}:{number} has no field {corpus.field!r}; it has: {names}"
+                    f"{file}:{number} has no field {corpus.field!r}; it has: "
+                    f"{_names(row)}"
                 )
             text = row[corpus.field]
+            if text is None:
+                raise UserError(null_in(f"{file}:{number}", corpus.field))
             if not isinstance(text, str):
                 raise UserError(
                     f"{file}:{number}: field {corpus.field!r} must be a string, "
@@ -257,7 +258,7 @@ def _as_messages(row: Any, where: str, corpus: PromptAnswer) -> Messages:
         if not isinstance(row.get(field), str):
             raise UserError(
                 f"{where} has no text in the field {field!r}, nor messages; it has: "
-                f"{', '.join(row)}"
+                f"{_names(row)}"
             )
     prompt, answer = (
         _without_lone_surrogates(row[field]) for field in (corpus.prompt, corpus.answer)
@@ -284,6 +285,13 @@ def _messages_of(messages: Any) -> list[tuple[str, str]]:
         ]
     except (TypeError, KeyError, AttributeError):
         return []
+
+
+def _names(row: Any) -> str:
+    """Returns the names of a row's fields; else what it is."""
+    if not isinstance(row, dict):
+        return type(row).__name__
+    return first_few(list(row), separator=", ")
 
 
 def _row(line: bytes, where: str) -> Any:

@@ -150,6 +150,11 @@ class _Stores:
         return matches or None
 
 
+def null_in(where: str, field: str) -> str:
+    """Returns the sentence for a row without text, alike in every format."""
+    return f"{where} has null in {field!r}, it must hold a string: leave such rows out"
+
+
 def _place_of(pattern: str) -> type[_Here] | type[_Hub] | type[_Stores]:
     if pattern.startswith(_HUB):
         return _Hub

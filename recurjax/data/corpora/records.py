@@ -7,8 +7,8 @@ from typing import Any
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from recurjax.data.config import ArrayRecords, Parquet, Tfds
-from recurjax.data.corpora.files import CorpusFile, matching_files
-from recurjax.errors import UserError
+from recurjax.data.corpora.files import CorpusFile, matching_files, null_in
+from recurjax.errors import UserError, first_few
 
 _AT_ONCE = 256
 """Records fetched by one call: single reads of ArrayRecord are ten times slower."""
@@ -54,7 +54,7 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
         if corpus.field not in schema.names:
             raise UserError(
                 f"{file} has no column {corpus.field!r}; "
-                f"it has: {', '.join(schema.names)}"
+                f"it has: {first_few(schema.names, separator=', ')}"
             )
         kind = schema.field(corpus.field).type
         if pa.types.is_dictionary(kind):
@@ -76,11 +76,8 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
                         for text in batch.column(0).to_pylist():
                             done += 1
                             if text is None:
-                                raise UserError(
-                                    f"{file}: row {done - before} has null in "
-                                    f"{corpus.field!r}, it must hold a string: leave "
-                                    "such rows out"
-                                )
+                                where = f"{file}: row {done - before}"
+                                raise UserError(null_in(where, corpus.field))
                             yield text, done
             except (OSError, pa.ArrowException) as error:
                 raise UserError(f"cannot read {file}: {error}") from error
@@ -106,7 +103,8 @@ def parquet_column(file: CorpusFile, field: str) -> Iterator[Any]:
             names = table.schema_arrow.names
             if field not in names:
                 raise UserError(
-                    f"{file} has no column {field!r}; it has: {', '.join(names)}"
+                    f"{file} has no column {field!r}; it has: "
+                    f"{first_few(names, separator=', ')}"
                 )
             for batch in table.iter_batches(_AT_ONCE, columns=[field]):
                 yield from batch.column(0).to_pylist()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from recurjax.config_json import from_json, to_json
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.experiment import model_differences
 from recurjax.model import ModelConfig
 from recurjax.training.agreement import each_process, every_process, first_process
@@ -197,8 +197,8 @@ class Checkpoints:
 
         Raises:
           UserError: no step is good, or `step` is not there, or names, shapes or dtypes
-            differ from `abstract`, or it is of another model (all differences are
-            listed).
+            differ from `abstract`, or it is of another model (the first
+            few differences are named).
           ValueError: a leaf of `abstract` without a sharding.
         """
         self.wait()
@@ -362,7 +362,7 @@ class Checkpoints:
         if differences:
             raise UserError(
                 f"checkpoint {manifest.step} in {self._directory.root} does not fit"
-                f" this configuration: {'; '.join(differences)}."
+                f" this configuration: {first_few(differences)}."
             )
         arrays, fault = {}, ""
         try:
@@ -377,8 +377,8 @@ class Checkpoints:
         sums = checksums(arrays)
         wrong = [name for name in sums if sums[name] != manifest.arrays[name].checksum]
         if wrong:
-            more = f" and of {len(wrong) - 3} more arrays" if len(wrong) > 3 else ""
-            raise _Damaged(f"wrong checksum of {', '.join(wrong[:3])}{more}")
+            names = first_few(wrong, most=3, separator=", ")
+            raise _Damaged(f"wrong checksum of {names}")
         return arrays
 
     def _other_values(self, manifest: Manifest) -> list[str]:

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer, load_tokenizer
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from recurjax.experiment import (
     Experiment,
     differences,
@@ -114,7 +114,7 @@ class RunDirectory:
         changed = self.changes(experiment)
         if changed:
             raise UserError(
-                f"{self.root} holds a run of another config ({'; '.join(changed)}): "
+                f"{self.root} holds a run of another config ({first_few(changed)}): "
                 "choose another --name, or restore these settings to resume it"
             )
 
@@ -471,8 +471,8 @@ def check_start(experiment: Experiment, tokenizer: Tokenizer) -> None:
     """Refuses, before anything is trained, parameters that do not fit.
 
     Raises:
-      UserError: `training.start_from` is no run directory, or has another model (all
-        differences are listed) or another tokenizer.
+      UserError: `training.start_from` is no run directory, or has another model (the
+        first few differences are named) or another tokenizer.
     """
     start = experiment.training.start_from
     if start is not None:
@@ -592,7 +592,7 @@ def _check_run(
     other = read_experiment(directory.config)
     if differing := model_differences(model, other.model):
         raise UserError(
-            f"{name} {path} has another model than {whose}: {'; '.join(differing)}"
+            f"{name} {path} has another model than {whose}: {first_few(differing)}"
         )
     if directory.load_tokenizer(other).hash != tokenizer.hash:
         raise UserError(

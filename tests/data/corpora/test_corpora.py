@@ -142,7 +142,10 @@ def test_parquet_rows_are_documents_and_nulls_are_refused(tmp_path):
     corpus = Parquet(patterns=(str(tmp_path / "*.parquet"),), field="body")
     assert texts_of(corpus) == [*TEXTS, "last", "last"]
     write("b", ["last", None])
-    with pytest.raises(UserError, match="b.parquet: row 2 has null in 'body'"):
+    with pytest.raises(
+        UserError,
+        match="b.parquet: row 2 has null in 'body', it must hold a string: leave such",
+    ):
         texts_of(corpus)
 
 
@@ -207,6 +210,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
         ('{"body": "x", "id": 1}', ":2 has no field 'text'; it has: body, id"),
         ("[1]", ":2 has no field 'text'; it has: list"),
         ('{"text": 3}', ":2: field 'text' must be a string, got int"),
+        ('{"text": null}', ":2 has null in 'text', it must hold a string"),
     ],
 )
 def test_a_bad_json_line_is_named(line, message, tmp_path):
