@@ -9,6 +9,7 @@
 #                     interpreter that has them
 #   make triton       fetch Triton's compiler (1 GB on disk), which shows what registers
 #                     and shared memory the GPU kernels take
+#   make docs         build the site into site/ (python -m http.server -d site shows it)
 #   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
 #                     that the kernels compile for devices that are not here
 PYTHON ?= python3
@@ -23,7 +24,7 @@ WORKERS ?= 2
 # Neighbours share compiled programs: each process takes half of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all test-torch compilers triton format clean
+.PHONY: quickstart test lint test-slow test-all test-torch compilers triton docs format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -65,8 +66,12 @@ compilers: $(VENV)/.installed
 triton: $(VENV)/.installed
 	test -d .triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .triton triton==3.9.0
 
+# Warnings, dead links among them, end it. The variable hides an advertisement.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(TEST_ENV) $(BIN)/python -m mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) .venv-torch
+	rm -rf $(VENV) .venv-torch site
 
 # Another interpreter makes the environment anew.
 $(MADE):
@@ -84,6 +89,11 @@ $(VENV)/.installed: $(MADE) pyproject.toml setup.py constraints.txt
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what the site needs"
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 .venv-torch/.installed: constraints.txt

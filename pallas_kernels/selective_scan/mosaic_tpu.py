@@ -177,10 +177,12 @@ class Launch:
 
     @property
     def chunks(self) -> int:
+        """Chunks of a row, the last of which may be short."""
         return -(-self.T // self.chunk)
 
     @property
     def chunks_of_block(self) -> int:
+        """Chunks that one program runs."""
         return min(self.chunks, ROWS // self.chunk)
 
     @property

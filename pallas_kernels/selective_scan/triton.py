@@ -126,6 +126,7 @@ class Launch:
 
     @property
     def chunks(self) -> int:
+        """Chunks of a row, the last of which may be short."""
         return -(-self.T // self.chunk)
 
     @property

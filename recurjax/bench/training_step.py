@@ -26,6 +26,7 @@ class BenchedRun:
       model, optimizer, objective: as an experiment's.
       batch, length: B rows of T tokens.
       clip: largest global norm of the gradient, or None.
+      training, schedule: made from these; the rate is constant.
     """
 
     model: ModelConfig

@@ -36,6 +36,7 @@ class Repository:
 
     @property
     def id(self) -> str:
+        """The name that the Hub knows it by: OWNER/NAME."""
         return f"{self.owner}/{self.name}"
 
     @property

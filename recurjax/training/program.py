@@ -40,7 +40,13 @@ Metrics = dict[str, Scalar]
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What of an `Experiment` makes a step; a bench has no data and gives only this."""
+    """What of an `Experiment` makes a step; a bench has no data and gives only this.
+
+    Attributes:
+      model, training, optimizer, schedule, objective: as an experiment's.
+      evaluation_batch: rows that an evaluation runs at a time.
+      has_segments: whether batches carry segments.
+    """
 
     @property
     def model(self) -> ModelConfig: ...

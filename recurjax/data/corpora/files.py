@@ -37,6 +37,7 @@ class CorpusFile:
 
     @property
     def suffix(self) -> str:
+        """The last extension of its name, with the dot."""
         return PurePosixPath(self.name).suffix
 
 

@@ -117,6 +117,7 @@ class Partial:
 
     @property
     def is_worth_keeping(self) -> bool:
+        """Whether some of the work is on disk."""
         return (self.folder / _PROGRESS).is_file()
 
     def clean(self) -> None:

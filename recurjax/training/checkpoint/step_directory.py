@@ -49,6 +49,7 @@ class StepDirectory:
         self._taken_over = False
 
     def path(self, step: int) -> epath.Path:
+        """Returns the folder of a step."""
         return self.root / str(step)
 
     def complete(self) -> list[int]:
@@ -64,6 +65,7 @@ class StepDirectory:
         return sorted({*self._listed()} - {*self.complete()} - self.damaged)
 
     def manifest_text(self, step: int) -> str:
+        """Reads the manifest of a step."""
         return self._manifest_file(step).read_text()
 
     def best(self) -> int | None:

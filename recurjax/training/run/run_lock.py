@@ -72,6 +72,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> "Holder":
+        """Makes the holder that this process is, since now."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -204,6 +205,7 @@ class Lock:
         return holder if re.fullmatch("[0-9a-f]{1,64}", holder.token) else None
 
     def exists(self) -> bool:
+        """Returns whether anybody holds it."""
         return self._place.size(LOCK) is not None
 
     def touch(self) -> None:
