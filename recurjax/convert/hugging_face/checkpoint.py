@@ -27,6 +27,7 @@ from recurjax.data.tokenizers import (
     read_text_settings,
 )
 from recurjax.errors import UserError
+from recurjax.machine import host
 from recurjax.model import Decoder, ModelConfig
 
 
@@ -110,6 +111,8 @@ def from_hf(
     # predicted.
     config = _with_vocabulary(hf.config, text, path)
     config = _with_dtype(config, dtype, source)
+    # What a large tokenizer took to read is not held while the weights are.
+    host.give_back_freed_memory()
     model = load_model(
         config,
         hf_pieces(hf.architecture, config),

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -100,7 +100,7 @@ class JsonTokenizer:
 
     def __init__(
         self,
-        definition: str,
+        definition: str | bytes,
         *,
         bos: str | None = None,
         eos: str | None = None,
@@ -111,7 +111,7 @@ class JsonTokenizer:
         """Builds it from the text of a tokenizer.json.
 
         Args:
-          definition: the text.
+          definition: the text; bytes are taken as UTF-8.
           bos: name of the token that begins each text, `NONE` for none; None: the token
             that the file's post-processor puts there, if any.
           eos: name of the EOS token, `NONE` for none; None: as `settings` state, else
@@ -126,11 +126,14 @@ class JsonTokenizer:
           UserError: not a tokenizer, or `bos` or `eos` is not in its vocabulary.
         """
         self.settings = settings or TextSettings()
-        self._tokenizer = _library_tokenizer(definition)
-        self._definition = self._with_added_tokens(definition)
-        self._json: dict[str, Any] = parse_json(self._definition, "it")
+        # UTF-8: as a str, one emoji makes each character of a file take four bytes.
+        data = definition.encode() if isinstance(definition, str) else definition
+        self._tokenizer = _library_tokenizer(data)
+        self._definition = self._with_added_tokens(data)
+        # Read here and dropped: of a large vocabulary it is larger than the tokenizer.
+        values: dict[str, Any] = parse_json(self._definition, "it")
         self._ids_of = self._tokenizer.get_vocab(with_added_tokens=True)
-        rows = self._json.get("added_tokens") or []
+        rows = values.get("added_tokens") or []
         self.added_tokens: Mapping[str, int] = {r["content"]: r["id"] for r in rows}
         self._specials = frozenset(r["id"] for r in rows if r.get("special"))
         self.named_tokens: Mapping[str, int] = {
@@ -154,6 +157,7 @@ class JsonTokenizer:
         self.adds_eos = bool(after)
         if restate and (before, after) != self._post_processed():
             self._state_post_processor(before, after)
+            values = parse_json(self._definition, "it")
         # Else `save` writes the layout by which `load` knows that BOS begins texts.
         self._states_bos = (before, after) == self._post_processed()
         # A pad token that no vocabulary has is none.
@@ -167,14 +171,20 @@ class JsonTokenizer:
                 f"its token ids must be from 0 to {_MOST - 1}, the last is "
                 f"{self.vocabulary - 1}"
             )
+        model, decoder = values.get("model") or {}, values.get("decoder") or {}
+        parts = {part.get("type") for part in decoder.get("decoders", [decoder])}
+        self._byte_level = "ByteLevel" in parts
+        self._falls_back = "ByteFallback" in parts
+        self._normalizes = bool(values.get("normalizer"))
+        self._typed_names = _typed_names(model, self.named_tokens)
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
-        self.unknown = self._unknown()
-        exact = self._byte_level and not self._json.get("normalizer")
+        self.unknown = self._unknown(model)
+        exact = self._byte_level and not self._normalizes
         self.longest_token = int(self.token_bytes.max()) if exact else None
         # Special tokens belong to the identity: with others the same file is another
         # tokenizer.
         begin = None if self.bos is None else self._tokenizer.id_to_token(self.bos)
-        identity = [self._json, begin, names["eos_token"]]
+        identity = [values, begin, names["eos_token"]]
         canonical = json.dumps(identity, sort_keys=True)
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -187,7 +197,7 @@ class JsonTokenizer:
             settings = read_text_settings(file.parent)
             by_name = bos is None and settings.bos_by_name
             return cls(
-                file.read_text(encoding="utf-8"),
+                file.read_bytes(),
                 bos=bos,
                 eos=eos,
                 settings=settings,
@@ -316,10 +326,10 @@ class JsonTokenizer:
         write_tokenizer_config(directory, self.names, bos_by_name=not self._states_bos)
         self.settings.save(directory)
 
-    def _with_added_tokens(self, definition: str) -> str:
+    def _with_added_tokens(self, definition: bytes) -> bytes:
         """Adds the tokens of `settings` that the file lacks; returns the definition."""
-        present = self._tokenizer.get_vocab(with_added_tokens=True)
-        missing = [row for row in self.settings.added if row.content not in present]
+        id_of = self._tokenizer.token_to_id
+        missing = [row for row in self.settings.added if id_of(row.content) is None]
         for row in missing:
             self._tokenizer.add_tokens([AddedToken(row.content, **row.flags)])
             got = self._tokenizer.token_to_id(row.content)
@@ -328,7 +338,7 @@ class JsonTokenizer:
                     f"added_tokens_decoder gives {row.content!r} the id {row.id}, the "
                     f"next free id of tokenizer.json is {got}"
                 )
-        return self._tokenizer.to_str() if missing else definition
+        return self._tokenizer.to_str().encode() if missing else definition
 
     def _resolved_names(self, given: Mapping[str, str | None]) -> dict[str, str | None]:
         names = dict(self.settings.names)
@@ -368,8 +378,7 @@ class JsonTokenizer:
             pair=" ".join(single + second),
             special_tokens=[(name, i) for i, name in names.items()],
         )
-        self._definition = self._tokenizer.to_str()
-        self._json = parse_json(self._definition, "it")
+        self._definition = self._tokenizer.to_str().encode()
 
     def _id(self, name: str | None, role: str) -> int | None:
         # None is a decision (no such token), not a name to look up.
@@ -403,29 +412,14 @@ class JsonTokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer in which no text becomes a special token.
-
-        A model that looks words up in its vocabulary, as Unigram does, finds the names
-        of special tokens there, although the library does not seek them in texts.
-        SentencePiece itself never makes a control symbol of a text.
-        """
-        model = self._json["model"]
-        vocabulary = model.get("vocab") or {}
-        rows = vocabulary if isinstance(vocabulary, dict) else dict(vocabulary)
-        names = {name: "" for name in self.named_tokens if name in rows}
-        if model.get("type", "BPE") == "BPE" and not model.get("ignore_merges"):
-            # It makes words by merges, of single characters.
-            merges = model.get("merges") or []
-            if not any(len(n) == 1 for n in names) and not any(
-                _makes(merge, names) for merge in merges
-            ):
-                return self._tokenizer
-        if not names:
+        """The library's tokenizer in which no text becomes a special token."""
+        if not self._typed_names:
             return self._tokenizer
         # Names that nobody can type.
         secret = secrets.token_hex(16)
-        marks = {name: f"{secret}{n}" for n, name in enumerate(names)}
-        return _library_tokenizer(json.dumps(_renamed(self._definition, marks)))
+        marks = {name: f"{secret}{n}" for n, name in enumerate(self._typed_names)}
+        renamed = json.dumps(_renamed(self._definition, marks))
+        return _library_tokenizer(renamed.encode())
 
     def _guarding(self, marks: tuple[tuple[str, str], ...]) -> tokenizers.Tokenizer:
         """Returns the library's tokenizer in which names are private characters."""
@@ -444,8 +438,7 @@ class JsonTokenizer:
     def _guards(self) -> dict[tuple[tuple[str, str], ...], tokenizers.Tokenizer]:
         return {}
 
-    def _unknown(self) -> int | None:
-        model = self._json.get("model") or {}
+    def _unknown(self, model: Mapping[str, Any]) -> int | None:
         if model.get("type") == "Unigram":
             return model.get("unk_id")
         name = self.names.get("unk_token") or model.get("unk_token")
@@ -461,18 +454,9 @@ class JsonTokenizer:
         return False
 
     @cached_property
-    def _byte_level(self) -> bool:
-        return "ByteLevel" in self._decoders
-
-    @cached_property
-    def _decoders(self) -> set[str | None]:
-        decoder = self._json.get("decoder") or {}
-        return {part.get("type") for part in decoder.get("decoders", [decoder])}
-
-    @cached_property
     def _fallback_bytes(self) -> dict[int, int]:
         """The byte of each token of a byte-fallback vocabulary."""
-        if "ByteFallback" not in self._decoders:
+        if not self._falls_back:
             return {}
         return {
             i: int(token[3:5], 16)
@@ -493,7 +477,7 @@ class JsonTokenizer:
         """Whether the line break between two words always ends a pre-token."""
         # A cut must be a place where the tokenizer itself would split.
         split = self._tokenizer.pre_tokenizer
-        if not self._byte_level or split is None or self._json.get("normalizer"):
+        if not self._byte_level or split is None or self._normalizes:
             return False
         for probe in ("a\nb", ".\nb", "1\n2", '"\nB'):
             # Pairs of a word or sign, a line break and a word: if each splits behind
@@ -623,9 +607,9 @@ class _PieceStream:
         return self._library.decode(ids, skip_special_tokens=True)
 
 
-def _library_tokenizer(definition: str) -> tokenizers.Tokenizer:
+def _library_tokenizer(definition: bytes) -> tokenizers.Tokenizer:
     try:
-        library = tokenizers.Tokenizer.from_str(definition)
+        library = tokenizers.Tokenizer.from_str(definition.decode())
     except Exception as error:  # the library raises the bare class
         raise UserError(f"not a tokenizer.json: {error}") from error
     # Rows are cut by packing, not by the tokenizer, whatever its file asks for.
@@ -636,7 +620,26 @@ def _library_tokenizer(definition: str) -> tokenizers.Tokenizer:
     return library
 
 
-def _renamed(definition: str, marks: Mapping[str, str]) -> dict[str, Any]:
+def _typed_names(model: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Returns the names of special tokens that a text becomes by `model`.
+
+    A model that looks words up in its vocabulary, as Unigram does, finds the names of
+    special tokens there, although the library does not seek them in texts.
+    SentencePiece itself never makes a control symbol of a text.
+    """
+    vocabulary = model.get("vocab") or {}
+    rows = vocabulary if isinstance(vocabulary, dict) else dict(vocabulary)
+    present = {name for name in names if name in rows}
+    if model.get("type", "BPE") == "BPE" and not model.get("ignore_merges"):
+        # It makes words by merges, of single characters.
+        merges = model.get("merges") or []
+        single = any(len(name) == 1 for name in present)
+        if not single and not any(_makes(merge, present) for merge in merges):
+            return set()
+    return present
+
+
+def _renamed(definition: bytes, marks: Mapping[str, str]) -> dict[str, Any]:
     """Returns a tokenizer.json in which added tokens have other names, ids unchanged.
 
     In the vocabulary too: a piece of that name could be made of a user's text.
@@ -692,7 +695,7 @@ class _EncodedRow(NamedTuple):
         return [np.array(part, np.int32) for part in owned]
 
 
-def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
+def _makes(merge: str | list[str], names: Collection[str]) -> bool:
     pair = merge.split(" ") if isinstance(merge, str) else merge
     return any(text in names for text in (*pair, "".join(pair)))
 
