@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from html import unescape
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
@@ -48,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             pages.append(
                 File(name, str(ROOT), config.site_dir, config.use_directory_urls)
             )
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "92"
     content = {
         "commands": _commands_page(),
         "config": _config_page(),
@@ -97,11 +98,20 @@ def on_page_content(html: str, *, page: Any, **_: Any) -> str:
     if not page.file.src_uri.endswith(".ipynb"):
         return html
     html = re.sub(r"(?s)<script[^>]*(?:src=|mathjax).*?</script>", "", html)
-    inline = r"(?<![\w$\\])\$(?=\S)([^$<]+?)(?<=\S)\$(?![\w$])"
     pieces = re.split(r"(?s)(<(?:pre|script|style)\b.*?</(?:pre|script|style)>)", html)
     for i in range(0, len(pieces), 2):
-        pieces[i] = re.sub(inline, lambda m: to_mathml(m[1]), pieces[i])
+        pieces[i] = _FORMULA.sub(_notebook_formula, pieces[i])
     return "".join(pieces)
+
+
+_FORMULA = re.compile(
+    r"(?s)\$\$(?P<block>.+?)\$\$|(?<![\w$\\])\$(?=\S)(?P<inline>[^$<]+?)(?<=\S)\$(?!\w)"
+)
+
+
+def _notebook_formula(match: re.Match) -> str:
+    display = "block" if match["block"] else "inline"
+    return to_mathml(unescape(match["block"] or match["inline"]), display=display)
 
 
 def _pages_of(nav: Any) -> Iterator[str]:
@@ -121,7 +131,8 @@ def _commands_page() -> str:
         usage = _help_of(name)
         lines += [f"## {name}", "", summary[0].upper() + summary[1:] + ".", ""]
         lines += ["```text", usage, "```", ""]
-        for part in re.findall(rf"(?m)^ +recurjax {name} ([a-z-]+)\b", usage):
+        parts = re.findall(rf"(?m)^ +recurjax {name} ([a-z-]+)\b", usage)
+        for part in dict.fromkeys(parts):
             if text := _help_of(name, part):
                 lines += [f"### {name} {part}", "", "```text", text, "```", ""]
     return "\n".join(lines)

@@ -14,7 +14,7 @@ the largest power of two that divides t, and the next P queries meet the last P 
 
 Each query meets each earlier pair once. For readers and tests, next to `reference.py`:
 the backends run other orders of the same sums, for reasons that the traffic table of
-recurjax/variants/recurrent_transformer/README.md shows.
+docs/design/recurrent_transformer.md shows.
 """
 
 from typing import NamedTuple
