@@ -18,10 +18,10 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 MADE := $(VENV)/.python-$(VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Two test processes share the machine: one XLA thread each is fastest on two cores.
+# A test process for each core, from two to eight, with one XLA thread each.
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2
-WORKERS ?= 2
-# Neighbours share compiled programs: each process takes half of the list, in order.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() or 2)))')
+# Neighbours share compiled programs: each process takes its part of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
 .PHONY: quickstart test lint test-slow test-all test-torch compilers triton docs format clean

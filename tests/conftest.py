@@ -35,7 +35,6 @@ AS_USERS = (
     "layers/attention/test_golden_attention.py",
     "layers/test_embedding.py",
     "packaging",
-    "pallas_kernels",
     "plan",
     "variants/rat/test_golden_layers.py",
     "variants/rat/test_golden_models.py",
