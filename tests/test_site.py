@@ -37,6 +37,10 @@ def test_every_link_between_documents_has_a_target():
     assert dead == []
 
 
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 def test_a_dead_link_is_seen():
     readme = ROOT / "README.md"
     text = "[a](docs/pods.md#x) [b](docs/none.md) `[c](d)` [e](https://f)"
