@@ -73,7 +73,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise UserError(f"{where} is JSON nested too deep")
     # Written out it is a pair of escapes; half of one is no character, and neither a
     # file's name nor a tokenizer can take it.
-    if ("\\ud" in text or "\\uD" in text) and _has_half_character(values):
+    escapes = "\\" in text and ("\\ud" in text or "\\uD" in text)
+    if escapes and _has_half_character(values):
         raise UserError(
             f"{where} has half a character: one of \\ud800 to \\udfff alone"
         )

@@ -15,12 +15,14 @@ from recurjax.cli.serve import ServeOptions
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.serving import app as serving
+from recurjax.serving import bodies as reading
 from recurjax.serving import server as port
 from recurjax.serving.app import LOOPBACK, App, Served
 from recurjax.serving.bodies import (
     LONGEST_OPTIONS,
     LONGEST_ROLE,
     MOST_MESSAGES,
+    MOST_NAMES,
 )
 from recurjax.serving.worker import Worker
 from tests.serving.running import GREEDY, told
@@ -192,6 +194,23 @@ def test_a_body_is_for_models_that_take_requests():
 @pytest.mark.parametrize(
     "body, status",
     {
+        '{"tokens": [1], "a": {"b": 2}}': 200,
+        '{"tokens": [1], "a": {"b": 2, "c": 3}}': 413,
+        '{"tokens": [1], "a": {"b": "::::::"}}': 200,
+        r'{"tokens": [1], "a": {"b": "\":\\\":::::"}}': 200,
+        r'{"tokens": [1], "a": {"b": "\\", "::": 1}}': 413,
+    }.items(),
+)
+def test_a_body_has_few_names(body, status, monkeypatch):
+    """They are counted without parsing; colons of texts do not count."""
+    monkeypatch.setattr(reading, "MOST_NAMES", 3)
+    answer = asyncio.run(answered(with_slots(9), "/detokenize", body.encode()))
+    assert answer[0] == status, answer
+
+
+@pytest.mark.parametrize(
+    "body, status",
+    {
         '{"tokens": [1,1,1,1,1,1,1]}': 200,
         '{"tokens": [1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]}': 413,
         '{"a": [[],[],[],[],[],[],[],[],[],[]]}': 413,
@@ -220,6 +239,7 @@ def test_the_limits_are_those_of_the_document():
     assert "a body of 4 MiB; 65,536 ids" in table
     assert (serving.LARGEST_TEXT, serving.MOST_IDS) == (2**22, 2**16)
     assert "65,536, and the tokens of its prompts" in table
+    assert "JSON of a body | 16,384 |" in table and MOST_NAMES == 2**14
     assert "4,096; 64 characters; 65,536 characters of JSON" in table
     limits = (MOST_MESSAGES, LONGEST_ROLE, LONGEST_OPTIONS)
     assert limits == (4096, 64, 65_536)

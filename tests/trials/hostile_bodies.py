@@ -18,6 +18,7 @@ stopped goes on where it was.
 """
 
 import asyncio
+import ctypes
 import gc
 import json
 import random
@@ -140,7 +141,14 @@ async def send(app: Any, path: str, data: bytes) -> tuple[int, float, float]:
 
 
 def resident() -> int:
-    """Returns the bytes of memory that this process has."""
+    """Returns the bytes of memory that this process has.
+
+    Without those that are free and that the C library has not returned yet: a pool's
+    threads leave between 0 and 100 MiB of them, whatever the number of bodies.
+    """
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
