@@ -47,7 +47,7 @@ def read_json_object(file: Path, what: str) -> dict[str, Any]:
     return values
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
+def parse_json(text: str | bytes | bytearray, where: str) -> Any:
     """Reads JSON as it comes from a file or a line of one.
 
     Args:
@@ -59,7 +59,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         number of more than `MOST_DIGITS` digits, or half a surrogate pair.
     """
     try:
-        if isinstance(text, bytes):
+        if isinstance(text, bytes | bytearray):
             text = text.decode("utf-8")
         values = json.loads(text, parse_int=_whole_number)
     except UnicodeDecodeError as error:

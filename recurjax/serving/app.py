@@ -285,8 +285,8 @@ class App:
                     413, f"a body of {request.url.path} may have {largest:,} bytes here"
                 )
             if len(data) < _SMALL_BODY:
-                return read(read_body(bytes(data), values))
-            return await self._in_pool(lambda: read(read_body(bytes(data), values)))
+                return read(read_body(data, values))
+            return await self._in_pool(lambda: read(read_body(data, values)))
         except TimeoutError:
             raise RequestError(
                 408, f"the body has not come within {BODY_SECONDS:g} s"

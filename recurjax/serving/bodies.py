@@ -76,7 +76,7 @@ class RequestOptions:
         )
 
 
-def read_body(data: bytes, values: int) -> dict[str, Any]:
+def read_body(data: bytes | bytearray, values: int) -> dict[str, Any]:
     """Reads a body that must be a JSON object.
 
     Args:
@@ -102,7 +102,7 @@ def read_body(data: bytes, values: int) -> dict[str, Any]:
     return body
 
 
-def _check_counts(data: bytes, values: int) -> None:
+def _check_counts(data: bytes | bytearray, values: int) -> None:
     # Most bodies have few of these bytes, their texts included.
     signs = len(data) - len(data.translate(None, b',[{"'))
     if signs > values and re.match(_VALUES % (values + 1), data):
