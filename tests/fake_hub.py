@@ -46,6 +46,7 @@ class FakeHub:
       lfs: objects by their SHA-256. A test may replace an object's bytes.
       failing: a regular expression of "METHOD path" of requests that fail with 400.
       requests: "METHOD path" of all requests.
+      store_has_token: a request for an object named a token.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class FakeHub:
     cut: dict[str, int] = field(default_factory=dict)
     lfs: dict[str, bytes] = field(default_factory=dict)
     failing: str | None = None
+    store_has_token: bool = False
     requests: list[str] = field(default_factory=list)
     port: int = 0
 
@@ -201,6 +203,7 @@ class _Answers(BaseHTTPRequestHandler):
         return self.send(b"", headers, code=302)
 
     def _object(self, digest):
+        self.hub.store_has_token |= "Authorization" in self.headers
         if self.command == "PUT":
             self.hub.lfs[digest] = self.body
             return self.send({})

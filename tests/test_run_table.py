@@ -55,7 +55,11 @@ def test_a_file_that_is_no_experiment_is_told_in_one_line(tmp_path, text, messag
 
 
 def test_a_file_imports_its_neighbours_and_leaves_nothing_behind(tmp_path):
-    """Two folders with neighbours of one name: each gets its own."""
+    """`train`, `plan`, `convert from-authors --experiment` and whatever else takes an
+    experiment file, `FILE.py` or `FILE.py:row`, run it, with the modules next to it.
+
+    Two folders with neighbours of one name: each gets its own.
+    """
     places, modules = list(sys.path), set(sys.modules)
     for folder, steps in (("one", 3), ("two", 4)):
         (tmp_path / folder).mkdir()

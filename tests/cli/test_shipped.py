@@ -202,6 +202,9 @@ def test_compilers_go_with_jax(tmp_path):
 
 
 def test_compilers_of_known_versions_must_have_their_hashes(monkeypatch, tmp_path):
+    """The compilers of `recurjax plan` are wheels that pip unpacks: those of the
+    versions in `recurjax/plan/compilers.txt` must have a SHA-256 that the file names.
+    """
     calls = []
 
     def install(words, **options):
@@ -226,6 +229,18 @@ def test_compilers_of_known_versions_must_have_their_hashes(monkeypatch, tmp_pat
     assert compilers.hashed(later) is None
     compilers.fetch(tmp_path / "unknown", later)
     assert calls[1][0][-1] == "libtpu==9.9"
+
+
+def test_compilers_without_hashes_are_named(monkeypatch, tmp_path):
+    """`recurjax compilers` says when it fetches a version without a SHA-256."""
+    pins = tmp_path / "pins.txt"
+    pins.write_text("libtpu==9.9\n")
+    calls = []
+    monkeypatch.setattr(compilers, "fetch", lambda *words: calls.append(words))
+    words = ("compilers", "--into", tmp_path / "new", "--constraint", pins)
+    code, out, _ = recurjax(*words)
+    assert code == 0 and len(calls) == 1
+    assert "libtpu" in out and "of which recurjax knows no checksums into" in out
 
 
 def test_doctor_says_which_backend_each_operation_takes(monkeypatch):

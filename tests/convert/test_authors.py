@@ -238,6 +238,9 @@ def test_a_file_of_torch_save_holds_the_same(key, tmp_path):
 
 
 def test_files_of_torch_that_hold_code_are_not_unpickled(tmp_path):
+    """Of a file of `torch.save` torch reads tensors and plain containers
+    (`weights_only=True`), and a file that asks for more is refused.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     config, _, _ = latent_case(
         own_case("latent_recurrent_transformer/lrt_official_*.npz")

@@ -49,6 +49,7 @@ def test_a_config_that_is_not_json(directory):
 
 
 def test_a_truncated_file(directory):
+    """The header of a safetensors file is checked against the size of the file."""
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     refused(directory, "model.safetensors is not a whole safetensors file: .*cut off")

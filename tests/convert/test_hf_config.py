@@ -647,5 +647,6 @@ def test_padding_that_was_made_here_stays_out_of_an_export():
     ],
 )
 def test_sizes_have_a_bound(changes, sentence):
+    """Sizes in the `config.json` of a Hugging Face checkpoint have a bound."""
     with pytest.raises(UserError, match=sentence):
         model_from_keys(TINY_LLAMA | changes, where="config.json")

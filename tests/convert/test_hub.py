@@ -28,6 +28,8 @@ def checkpoint(tmp_path_factory):
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "consolidated.safetensors").write_bytes(b"the same weights again")
     (folder / "README.md").write_text("a model")
+    (folder / "modeling_n.py").write_text("raise SystemExit")
+    (folder / "a.ipynb").write_text("{}")
     return folder
 
 
@@ -50,6 +52,9 @@ def assert_same(one, other):
 def test_a_repository_is_converted_and_only_what_is_read_is_fetched(
     hub, checkpoint, tmp_path
 ):
+    """Of a repository of the Hugging Face Hub weights, config and tokenizer are
+    fetched: no pickle, no module and no notebook.
+    """
     repository = hub.add("o/n", checkpoint)
     code, _, err = recurjax("convert", "from-hf", "o/n", tmp_path / "run", "--no-check")
     assert code == 0, err
@@ -125,11 +130,15 @@ def test_what_is_wrong_on_the_hub_is_one_sentence(hub, checkpoint, tmp_path):
 
 
 def test_a_token_opens_what_is_private(hub, checkpoint, monkeypatch):
+    """The token of `HF_TOKEN` is sent to the Hub at `HF_ENDPOINT` alone."""
     hub.add("o/mine", checkpoint, private=True)
     with pytest.raises(UserError, match="set HF_TOKEN to a token that may read it"):
         from_hub("o/mine")
     monkeypatch.setenv("HF_TOKEN", hub.token)
     assert from_hub("o/mine").step == 0
+    # Large files come from another host.
+    assert any("/lfs/" in file for file in hub.fetched())
+    assert not hub.store_has_token
 
 
 def test_a_cut_connection_leaves_nothing_and_is_one_sentence(hub, checkpoint, tmp_path):
@@ -144,6 +153,7 @@ def test_a_cut_connection_leaves_nothing_and_is_one_sentence(hub, checkpoint, tm
 
 
 def test_a_wrong_checksum_is_not_kept(hub, checkpoint, tmp_path):
+    """A large file of `hf:OWNER/NAME` must have the SHA-256 that the Hub names."""
     hub.add("o/n", checkpoint)
     weights = (checkpoint / "model.safetensors").read_bytes()
     hub.lfs[sha256(weights)] = weights[:-1] + bytes([weights[-1] ^ 1])

@@ -524,6 +524,10 @@ def test_without_torch_the_report_says_that_nothing_was_measured(tmp_path):
 
 
 def test_what_came_with_the_weights_is_not_run(tmp_path, monkeypatch):
+    """`decoder_recurjax.py` and the other modules in a directory that `convert
+    from-torch` reads are not run: the comparison runs a module generated from the
+    config.
+    """
     run = run_of(STACKS["transformer"], tmp_path)
     to_torch(run, tmp_path / "out", check=False)
     module = tmp_path / "out" / "decoder_recurjax.py"
@@ -541,6 +545,9 @@ def test_what_came_with_the_weights_is_not_run(tmp_path, monkeypatch):
 
 
 def test_an_interpreter_that_does_not_run_is_an_error(tmp_path):
+    """`convert` with a comparison starts the interpreter of `--torch-python` with a
+    module that recurjax writes.
+    """
     run = run_of(STACKS["transformer"], tmp_path)
     with pytest.raises(UserError, match="no/python cannot be run"):
         to_torch(run, tmp_path / "out", python="no/python")
@@ -548,6 +555,7 @@ def test_an_interpreter_that_does_not_run_is_an_error(tmp_path):
 
 
 def test_the_commands_take_a_run_out_and_bring_it_back(tmp_path):
+    """`--no-check` leaves the comparison out."""
     run = run_of(STACKS["transformer"], tmp_path / "run")
     write_run(tmp_path / "run", run.model, run.experiment, run.tokenizer, step=7)
     for words in (("to-torch", "run", "export"), ("from-torch", "export", "back")):

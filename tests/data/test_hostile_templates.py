@@ -1,5 +1,7 @@
 """A template of a stranger ends within its limits, and ends in a sentence."""
 
+import inspect
+
 import pytest
 
 from recurjax.errors import UserError
@@ -121,6 +123,9 @@ def process():
     ],
 )
 def test_a_hostile_template_ends_in_a_sentence(source, process, request):
+    """A chat template, of a checkpoint or `--template`, runs in jinja2's sandbox, in a
+    process of its own.
+    """
     values = [{"messages": [{"role": "user", "content": "hi"}]}]
     try:
         process.render(source, values)
@@ -144,6 +149,15 @@ def test_a_text_that_is_too_long_and_too_large_is_told(process):
         process.render(WRONG["too_long"], [{}])
     with pytest.raises(UserError, match="it fills the memory that a template may take"):
         process.render("{{ n * 'a' }}", [{"n": 10**10}])
+
+
+def test_a_template_has_bounds_where_none_are_named():
+    """The kernel ends that process after 5 s of processor time or 1 GiB of memory (on
+    macOS after the time alone). A rendered text has at most 2^25 characters.
+    """
+    options = inspect.signature(TemplateProcess).parameters.values()
+    bounds = {option.name: option.default for option in options}
+    assert bounds == {"seconds": 5, "memory": 2**30, "characters": 2**25}
 
 
 def test_a_process_that_was_killed_is_started_again(process):

@@ -178,6 +178,10 @@ def test_a_bundle_is_read(tmp_path):
     [
         (lambda b: (b / "core.yaml").unlink(), "is not a CORE bundle: no .*core.yaml"),
         (lambda b: (b / "core.yaml").write_text("- 1"), "is not a CORE bundle"),
+        (
+            lambda b: (b / "core.yaml").write_text("!!python/object/apply:os.abort []"),
+            "is not a CORE bundle",
+        ),
         (lambda b: (b / "eval_data" / "one.jsonl").unlink(), "lacks files of CORE"),
         (
             lambda b: (b / "eval_data" / "one.jsonl").write_text("{"),
@@ -193,6 +197,7 @@ def test_a_bundle_is_read(tmp_path):
     ],
 )
 def test_a_damaged_bundle_is_one_clear_sentence(tmp_path, spoil, message):
+    """YAML's safe loader reads `core.yaml`."""
     folder = bundle(tmp_path / "b")
     spoil(folder)
     with pytest.raises(UserError, match=message):

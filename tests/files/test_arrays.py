@@ -62,6 +62,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_array_is_one_sentence_and_takes_no_memory(name, tmp_path):
+    """A tokenizer, a prepared directory, a run directory and an exit head are JSON and
+    arrays, whose shapes and dtypes are checked; a header is not believed.
+    """
     file = tmp_path / "a.npy"
     file.write_bytes(BAD[name])
     expected = Expected("f", (None, 3)) if name == "nan" else WHOLE

@@ -28,6 +28,9 @@ def nested(depth):
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(text, message):
+    """JSON is refused when it is nested more than 64 deep, has an integer of more than
+    40 digits or half a character, or is not UTF-8.
+    """
     with pytest.raises(UserError, match=message) as caught:
         parse_json(text, "the file")
     assert len(str(caught.value)) < 200
@@ -57,9 +60,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     ["", ".", "..", "../a", "/etc/passwd", "a/b", "a\\b", "a\0b", "é" * 200, 3, None],
 )
 def test_names_stay_inside_their_folder(tmp_path, name):
+    """The shards that `model.safetensors.index.json` and a prepared `manifest.json`
+    name are plain names in their own folder; anything else is refused.
+    """
     with pytest.raises(UserError, match="nothing outside the folder is read"):
         inside(tmp_path, name, source=tmp_path / "index.json")
 
 
 def test_a_plain_name_is_a_file_of_the_folder(tmp_path):
+    """A link in that folder is followed."""
     assert inside(tmp_path, "a-1.bin", source=tmp_path) == tmp_path / "a-1.bin"
+    (tmp_path / "b.json").symlink_to("/dev/null")
+    assert inside(tmp_path, "b.json", source=tmp_path).read_bytes() == b""

@@ -58,6 +58,9 @@ OUTSIDE = ["../x", "a/../../x", "a/./x", "..", "a//x", "/etc/x", "a\\x", "a\0x"]
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_object_whose_name_leads_out_of_its_folder_is_refused(bucket, name):
+    """A bucket's listing names the objects that are copied to this machine: a name with
+    an empty, `.` or `..` part, a NUL, a backslash or a leading slash is refused.
+    """
     store = open_store(f"{bucket}/run", write=True)
     fsspec.filesystem("memory").store[f"/bucket/run/{name}"] = MemoryFile(data=b"x")
     with pytest.raises(UserError, match="run has an object named .* rename or remove"):

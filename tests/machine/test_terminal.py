@@ -16,6 +16,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind, clean", [(Terminal, True), (io.StringIO, False)])
 def test_a_models_text_is_no_command_to_a_terminal(kind, clean, monkeypatch):
+    """A terminal shows the control characters of a model's text as pictures."""
     out = kind()
     monkeypatch.setattr(sys, "stdout", out)
     terminal.write(TEXT)

@@ -55,7 +55,10 @@ def status_of(app: App, *headers: tuple[str, str], body: bytes = BODY) -> int:
     }.items(),
 )
 def test_a_server_answers_to_its_own_names_alone(host, status):
-    """A page whose name points at this machine could else read every answer."""
+    """A Host that is not the server's is refused.
+
+    A page whose name points at this machine could else read every answer.
+    """
     app = App({"m": served(template=None)}, hosts=(*LOOPBACK, "here.example"))
     assert status_of(app, ("host", host)) == status
 
@@ -80,6 +83,7 @@ def test_at_every_address_any_address_is_a_name():
     }.items(),
 )
 def test_pages_of_other_sites_may_not_ask(origin, status):
+    """An Origin that `--cors` does not name is refused."""
     app = App({"m": served(template=None)}, cors=["http://there"])
     host = ("host", "localhost:8000")
     assert status_of(app, host, ("origin", origin)) == status
@@ -89,6 +93,7 @@ def test_pages_of_other_sites_may_not_ask(origin, status):
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
 )
 def test_a_body_must_say_that_it_is_json(kind, server):
+    """A body that does not say that it is JSON is refused."""
     headers = {"content-type": kind}
     status, made = server.ask("/tokenize", data=BODY, headers=headers)
     assert status == 415
@@ -229,6 +234,9 @@ def test_a_body_has_no_more_values_than_its_route_can_use(body, status, monkeypa
 
 
 def test_the_limits_are_those_of_the_document():
+    """What is too long is refused before any work is done for it, by the table in
+    `docs/serving.md`.
+    """
     table = (ROOT / "docs" / "serving.md").read_text()
     assert (
         "| a body | 16 MiB, within 30 s; 128 MiB of all bodies at one time |" in table
@@ -483,6 +491,9 @@ def test_a_key_that_no_header_can_hold_is_refused(key, tmp_path):
 def test_an_open_server_without_a_key_is_warned_of(
     host, key, warned, tmp_path, monkeypatch, capsys
 ):
+    """`serve --host 0.0.0.0` without `--api-key-file` warns: whoever reaches the port
+    may use the models.
+    """
     options = ["runs/none", "--host", host]
     if key:
         (tmp_path / "key").write_text("abc")

@@ -82,7 +82,11 @@ def test_a_large_split_is_read_as_far_as_asked(finished):
 
 
 def test_the_train_split_can_be_asked_for(finished, tmp_path):
-    """Of a run on a shorter text: all of the split is read, nine tenths of it."""
+    """`evaluate` on the run's own data reads its files, wherever they are on this
+    machine.
+
+    Of a run on a shorter text: all of the split is read, nine tenths of it.
+    """
     run, file = shutil.copytree(finished, tmp_path / "tiny"), tmp_path / "short.txt"
     file.write_text(embedded_text()[:20_000])
     config = json.loads((run / "config.json").read_text())
@@ -91,6 +95,21 @@ def test_the_train_split_can_be_asked_for(finished, tmp_path):
     got = evaluate(run, "--split", "train", "--batch", 64, "--length", 128)
     assert got["text"] == "train split"
     assert got["bytes"] == pytest.approx(0.9 * 20_000, abs=2)
+
+
+def test_the_corpus_of_a_config_is_read_for_itself_alone(finished, tmp_path):
+    """`generate` and `convert` read nothing of the corpus that a run's `config.json`
+    names.
+    """
+    run = shutil.copytree(finished, tmp_path / "tiny")
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["corpus"] = {"type": "TextFiles", "patterns": ["/no/where.txt"]}
+    (run / "config.json").write_text(json.dumps(config))
+    words = ("--prompt", "a", "--max-new-tokens", 1)
+    assert recurjax("generate", run, *words)[0] == 0
+    words = ("to-torch", run, tmp_path / "out", "--no-check")
+    assert recurjax("convert", *words)[0] == 0
+    assert_refused(recurjax("evaluate", run), "/no/where.txt")
 
 
 def test_a_place_that_cannot_take_the_json_is_told_first(finished, tmp_path):
