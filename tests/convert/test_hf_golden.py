@@ -1,6 +1,6 @@
 """Tiny Hugging Face models: what transformers computed, for every directory.
 
-`python -m tests.convert.test_hf_golden` prints the table of recurjax/convert/README.md.
+`python -m tests.convert.test_hf_golden` prints the table of docs/design/conversion.md.
 """
 
 import dataclasses

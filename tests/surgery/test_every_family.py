@@ -1,7 +1,7 @@
 """Surgery on every family that `from_hf` reads.
 
 `python -m tests.surgery.test_every_family [MODEL ...]` prints the table of
-recurjax/convert/README.md; MODEL is a pretrained one, read with its tokenizer.
+docs/design/conversion.md; MODEL is a pretrained one, read with its tokenizer.
 """
 
 import sys
