@@ -82,7 +82,7 @@ def test_the_plans_for_pods_say_the_same_hours():
         "its baseline": "latent_recurrent_transformer/base_24",
         "RAT(16) 1.3B": "rat/fineweb_4k_rat16",
     }
-    text = (table_of_runs.FOLDER.parent / "docs" / "pods.md").read_text()
+    text = (table_of_runs.FOLDER.parent / "docs" / "design/plans.md").read_text()
     record, compared = table_of_runs.read_record(), []
     for run, mesh, hours in re.findall(
         r"^\| (.+?) \| 8 H100, (\w+ 8) \|.*\| ([^|]+) \| [\d,]+ s \|$",
