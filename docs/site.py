@@ -261,27 +261,18 @@ def _raised_in(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             name, arguments = ast.unparse(node.exc.func), node.exc.args
-            if name in kinds and arguments:
-                text = _template(arguments[0])
-                if text:
-                    yield f"| {name} | {text} |"
+            if name in kinds and arguments and _is_text(arguments[0]):
+                text = ast.unparse(arguments[0]).removeprefix("f")[1:-1]
+                text = " ".join(text.replace("\\n", " ").split())
+                yield f"| {name} | {_MARKUP.sub(_escaped, text)} |"
 
 
-def _template(node: ast.expr) -> str:
-    """Returns a message with its expressions in braces; nothing if it is built."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return re.sub(r"([|*_<>`\\\[\]{}])", r"\\\1", " ".join(text.split()))
-        case ast.JoinedStr(values=values):
-            return " ".join("".join(map(_template_part, values)).split())
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return f"{_template(left)} {_template(right)}"
-    return ""
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant | ast.JoinedStr)
 
 
-def _template_part(node: ast.expr) -> str:
-    if isinstance(node, ast.FormattedValue):
-        inner = ast.unparse(node.value).replace("|", "\\|")
-        return f"`{{{inner}}}`"
-    text = node.value if isinstance(node, ast.Constant) else ""
-    return re.sub(r"([|*_<>`\\\[\]{}])", r"\\\1", str(text))
+_MARKUP = re.compile(r"[|*_<>`\\\[\]{}]")
+
+
+def _escaped(match: re.Match) -> str:
+    return f"\\{match[0]}"
