@@ -37,8 +37,7 @@ def write_atomic(file: Path, content: str | bytes) -> None:
         (`--json /dev/stdout`).
       OSError: the disk does not take it; nothing is left behind.
     """
-    if "\0" in str(file):
-        raise UserError(f"no file can be named {str(file)[:200]!r}: take the NUL out")
+    refuse_nul(str(file), "take the NUL out")
     target = Path(os.path.realpath(file))
     mode = _mode_of(target)
     data = content.encode() if isinstance(content, str) else content
@@ -114,6 +113,12 @@ def figure_bytes(
         metadata = {"Date": None} if format == "svg" else None
         figure.savefig(content, format=format, dpi=dpi, metadata=metadata)
     return content.getvalue()
+
+
+def refuse_nul(name: str, remedy: str) -> None:
+    """Raises UserError, which ends with the remedy, where a name has a NUL."""
+    if "\0" in name:
+        raise UserError(f"no file can be named {name[:200]!r}: {remedy}")
 
 
 def inside(folder: Path, name: object, *, source: Path) -> Path:

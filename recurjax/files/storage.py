@@ -27,7 +27,7 @@ from threading import Lock
 from typing import IO, Any, TypeVar
 
 from recurjax.errors import UserError
-from recurjax.files.atomic import sha256_of
+from recurjax.files.atomic import refuse_nul, sha256_of
 from recurjax.machine import caches
 
 T = TypeVar("T")
@@ -197,11 +197,8 @@ class Store:
         inner = self.system._strip_protocol(pattern)
         matches = self._ask(lambda: self.system.glob(inner, detail=True))
         for name in matches:
-            if "\0" in name:  # of the rest only the last part becomes a file's name
-                raise UserError(
-                    f"{pattern} has an object named {name[:200]!r}, which no file can "
-                    "be named: rename or remove the object"
-                )
+            # Of the rest only the last part becomes a file's name.
+            refuse_nul(name, f"rename or remove the object, which is in {pattern}")
         return {
             self.system.unstrip_protocol(name): int(info.get("size") or 0)
             for name, info in sorted(matches.items())
