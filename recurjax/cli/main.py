@@ -100,6 +100,7 @@ def _answer(argv: Sequence[str] | None) -> int:
         if argv[0] == "--version":
             print(f"recurjax {VERSION}")
             return 0
+        host.check_flags()
         # Allocator and XLA flags count only before jax is imported.
         if argv[0] in _RUN_PROGRAMS:
             leaves_flags = _OWN_FLAGS in argv

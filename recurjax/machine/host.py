@@ -12,6 +12,8 @@ import sys
 from contextlib import suppress
 from importlib.metadata import version
 
+from recurjax.errors import UserError
+
 _CPU_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type"
 _FLAGS = {
     # XLA's YNN fusions are slower than its plain kernels on the products of training.
@@ -64,7 +66,29 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def check_flags() -> None:
+    """Refuses an XLA_FLAGS that XLA takes for a file's name when there is no such file.
+
+    XLA would end the process.
+
+    Raises:
+      UserError: it does not begin with `--`, and no file has that name.
+    """
+    value = os.environ.get("XLA_FLAGS", "")
+    if not _are_flags(value) and not os.path.isfile(value):
+        raise UserError(
+            f"XLA_FLAGS is {value[:100]!r}: neither flags, which begin with --, nor a "
+            "file of flags; unset it or name such a file"
+        )
+
+
+def _are_flags(value: str) -> bool:
+    return not value.strip() or value.lstrip().startswith("--")
+
+
 def _set_flags(flags: dict[str, str]) -> None:
+    if not _are_flags(os.environ.get("XLA_FLAGS", "")):
+        return  # a file of flags, next to which XLA takes no others
     given = os.environ.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in given}
     ours = [f"{flag}={value}" for flag, value in flags.items() if flag not in names]

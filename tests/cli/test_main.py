@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from recurjax.cli import main
+from recurjax.errors import UserError
 from tests.cli.commands import assert_refused, recurjax
 
 
@@ -26,6 +27,11 @@ def test_a_device_without_enough_memory_is_told_in_one_sentence(failing):
 
 
 ANOTHER = jax.errors.JaxRuntimeError("INTERNAL: something else\nand more")
+
+
+def test_a_machine_without_enough_memory_is_no_device_without_it(failing):
+    failing(MemoryError())
+    assert_refused(recurjax("train"), "this machine's memory is full: make the batch")
 
 
 def test_an_error_that_nobody_foresaw_is_one_sentence_that_asks_for_a_report(failing):
@@ -77,3 +83,21 @@ def test_a_command_has_xla_s_flags_for_what_it_does(monkeypatch, words, said):
 @pytest.mark.parametrize("word", ["caf\udce9", "\ud800", "a\0b"])
 def test_arguments_that_are_no_text_are_refused_by_their_place(word):
     assert_refused(recurjax("train", "--name", word), "argument 3 ")
+
+
+@pytest.mark.parametrize("value", ["1e400", "../x", "-1", "{}", " True"])
+def test_flags_that_would_end_the_process_are_refused(value, monkeypatch, failing):
+    failing(UserError("has run"))
+    monkeypatch.setenv("XLA_FLAGS", value)
+    assert_refused(
+        recurjax("train"), "XLA_FLAGS is .*: neither flags, which begin with --, nor"
+    )
+
+
+def test_a_file_of_flags_stays_alone(monkeypatch, failing, tmp_path):
+    (tmp_path / "flags").write_text("--xla_cpu_enable_fast_math=false")
+    failing(UserError("has run"))
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    main.host._set_flags({"--xla_other": "1"})
+    assert main.os.environ["XLA_FLAGS"] == str(tmp_path / "flags")
+    assert_refused(recurjax("train"), "has run")

@@ -513,3 +513,11 @@ def test_an_open_server_without_a_key_is_warned_of(
     assert {"here", host, *LOOPBACK} == set(seen["hosts"])
     assert seen["addresses"] == (host == "0.0.0.0")
     assert ServeOptions(runs=()).allowed_host == ()
+
+
+def test_more_ends_of_a_text_than_an_engine_takes_are_refused(tmp_path, monkeypatch):
+    loaded = SimpleNamespace(tokenizer=ByteTokenizer())
+    monkeypatch.setattr(command, "load_run", lambda *_, **__: loaded)
+    monkeypatch.setattr(command, "text_ends", lambda _: tuple(range(9)))
+    with pytest.raises(UserError, match="names 9 tokens that end a text, .* for 8: le"):
+        command._served("m", tmp_path, ServeOptions(runs=()))
