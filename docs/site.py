@@ -36,6 +36,15 @@ API = (
 """Packages whose exported names the reference lists."""
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Lists the notebooks, the first tour first."""
+    names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    names.sort(key=lambda name: name != "first_tour.ipynb")
+    for section in config.nav or []:
+        if "Notebooks" in section:
+            section["Notebooks"] += [f"notebooks/{name}" for name in names]
+
+
 @event_priority(100)  # before the plugin that takes the notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Gives every page its path in the repository, and adds the reference's pages."""
