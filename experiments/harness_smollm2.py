@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import tyro
 
 from recurjax.cli.options import parse, run_script
+from recurjax.data.tokenizers import first_token
 from recurjax.errors import UserError
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.offline_tasks import offline_tasks
@@ -44,6 +45,8 @@ class Options:
       limit: items a task.
       batches: rows that `hf` reads at a time; each is timed.
       rows: that ours reads at a time.
+      length: tokens that ours reads at most; None: the run's. The export says at least
+        2,048, so that of a run of shorter rows long items differ without it.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -52,6 +55,7 @@ class Options:
     limit: int = 100
     batches: tuple[int, ...] = (16,)
     rows: int = 16
+    length: int | None = None
 
 
 @dataclass
@@ -122,9 +126,10 @@ def ours(options: Options) -> Timed:
     """Opens the run as `recurjax evaluate harness --no-bos` does."""
     from recurjax.evaluation.harness import HarnessModel
 
-    model = HarnessModel.create_from_arg_obj(
-        {"run": str(options.run), "rows": options.rows, "bos": False}
-    )
+    arguments = {"run": str(options.run), "rows": options.rows, "bos": False}
+    if options.length is not None:
+        arguments["length"] = options.length
+    model = HarnessModel.create_from_arg_obj(arguments)
     return Timed(model)
 
 
@@ -133,8 +138,13 @@ def forget(side: Timed) -> None:
     side.model.evaluator = replace(side.model.evaluator, journal=Journal(None))
 
 
-def theirs(options: Options) -> Timed:
-    """Opens the exported checkpoint with the harness' own model."""
+def theirs(options: Options, first: int) -> Timed:
+    """Opens the exported checkpoint with the harness' own model.
+
+    Args:
+      first: the token before texts without a context. The harness asks for one even
+        where no text needs it and the tokenizer has neither BOS nor EOS.
+    """
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     path = options.checkpoint
@@ -142,6 +152,7 @@ def theirs(options: Options) -> Timed:
         pretrained=str(path),
         dtype="float32",
         device="cpu",
+        prefix_token_id=first,
         # What `to-torch` writes without --format hf comes with a module of its own.
         trust_remote_code=(path / "modeling_recurjax.py").is_file(),
     )
@@ -174,7 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-        sides = ours(options), theirs(options)
+        mine = ours(options)
+        first = first_token(mine.model.evaluator.tokenizer)
+        sides = mine, theirs(options, 0 if first is None else first)
     except ModuleNotFoundError as missing:
         raise UserError(
             f"this needs a package that is not here ({missing.name}): see the "

@@ -167,7 +167,7 @@ def _metadata(
     results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=re.sub(r"[^A-Za-z0-9_.-]+", "_", row.task),
+            dataset_type=re.sub(r"[^A-Za-z0-9_.-]+", "_", row.task).strip("_"),
             dataset_name=row.task,
             metric_type=row.metric,
             metric_name=_metric_name(row),

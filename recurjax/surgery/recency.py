@@ -151,24 +151,30 @@ CHECK_TEXTS = 16
 """Texts between two looks at which heads are chosen, where reading may stop."""
 CHECKS = 4
 """Looks in a row that must choose the same heads before reading stops."""
+ALIKE = 0.01
+"""Share of all heads that may differ between choices that count as the same: at the
+edge of a choice, heads that are equally recent take turns."""
 
 
 def settled_choice(share: float, scope: Scope) -> Callable[[HeadRecency], bool]:
     """Returns a `stop` of `measure_recency`: the choice of heads no longer changes.
 
     Heads are chosen after every `CHECK_TEXTS` texts. Reading stops once `CHECKS` looks
-    in a row chose the same ones, so that it depends on the texts alone.
+    in a row chose the same ones, up to `ALIKE` of all heads from each to the last, so
+    that it depends on the texts alone.
 
     Args:
       share, scope: see `choose_heads`.
     """
-    choices: list[tuple[tuple[int, ...], ...]] = []
+    choices: list[set[tuple[int, int]]] = []
 
     def stop(recency: HeadRecency) -> bool:
         if recency.texts // CHECK_TEXTS > len(choices):
-            choices.append(choose_heads(recency, share, scope=scope))
-        recent = choices[-CHECKS:]
-        return len(recent) == CHECKS and len(set(recent)) == 1
+            choice = choose_heads(recency, share, scope=scope)
+            choices.append({(n, head) for n, row in enumerate(choice) for head in row})
+        recent, most = choices[-CHECKS:], ALIKE * recency.count.size
+        alike = all(len(recent[-1] - look) <= most for look in recent)
+        return len(recent) == CHECKS and alike
 
     return stop
 

@@ -208,6 +208,22 @@ def test_reading_stops_once_the_choice_of_heads_has_settled():
     assert stops(*later) == [False] * (len(later) - 1) + [True]
 
 
+@pytest.mark.parametrize(("moved", "settles"), [(2, True), (3, False)])
+def test_a_hundredth_of_the_heads_may_take_turns(moved, settles):
+    stop = settled_choice(0.5, "layer")
+    answers = []
+    for look in range(1, CHECKS + 1):
+        # Of 200 heads the first 100 are recent; at every second look some trade places.
+        count = np.repeat([[2, 0]], [100, 100], axis=1)
+        if look % 2:
+            count[0, :moved], count[0, -moved:] = 0, 2
+        zeros = np.zeros(count.shape)
+        products = np.zeros((*count.shape, 2, 2))
+        texts = CHECK_TEXTS * look
+        answers.append(stop(HeadRecency(zeros, count, zeros, products, texts, 200)))
+    assert answers == [False] * (CHECKS - 1) + [settles]
+
+
 def test_no_more_text_is_read_than_the_stop_lets_through():
     model = transformer.build(transformer.small(layers=1))
     batches = iter(np.random.default_rng(0).integers(17, size=(5, 2, 6)))

@@ -441,6 +441,8 @@ _NOT_ASKED = NotMeasured(reason="not asked for")
 
 def _end(out: Path, parity: Parity | NotMeasured) -> int:
     print(f"{out}: {parity.sentence()}")
+    if isinstance(parity, NotMeasured) and parity != _NOT_ASKED:
+        _say("--torch-python PYTHON compares both sides: name one that has torch")
     if parity.within_tolerance:
         # Written anyway: parity.json next to the model shows where the two differ.
         return 0
