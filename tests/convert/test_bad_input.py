@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from recurjax.convert import imported_run
 from recurjax.convert.formats.safetensors_files import open_directory
-from recurjax.errors import UserError
+from recurjax.errors import UserError, first_few
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import LLAMA, copy_of, rewrite
 
@@ -104,6 +104,8 @@ def test_many_tensors_that_do_not_fit_are_counted(directory):
     rewrite(directory, lambda tensors: {**tensors, **more})
     names = "; ".join(f"{name} is not a tensor of this model" for name in [*more][:6])
     refused(directory, f"does not fit its model: {names}; and 294 more$")
+    assert first_few("abcdefg", separator=",") == "a,b,c,d,e,f,and 1 more"
+    assert first_few("abcdef", separator=",") == "a,b,c,d,e,f"
 
 
 def test_shards_that_are_missing_or_do_not_agree(directory):
