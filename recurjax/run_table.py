@@ -117,8 +117,8 @@ def experiments_folder() -> Path:
     installed = package.with_name("recurjax_experiments")
     if not installed.is_dir():
         raise UserError(
-            f"there are no experiments beside {package}: install recurjax again, or "
-            "name an experiment's file"
+            f"the folder of experiments is missing next to {package}: install recurjax "
+            "again, or name an experiment's file"
         )
     return installed
 

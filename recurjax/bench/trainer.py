@@ -97,7 +97,7 @@ def _pipeline(experiment: Experiment, root: Path) -> list[float]:
         stretches = []
         for _ in range(_ROUNDS):
             began = time.perf_counter()
-            # 200 batches a stretch: one alone takes less than the clock can tell from
+            # 200 batches at a time: one alone takes less than the clock can tell from
             # noise.
             for _ in range(200):
                 batch = session.next_batch()

@@ -236,7 +236,7 @@ def check_tensors(
         first few are named.
     """
     expected: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
-    # All differences are gathered before anything is raised: a user sees in one run
+    # Collect all differences before raising, so that a user sees in one run
     # whether a name, a size or the entire model differs.
     there, mismatches = source.tensors, []
     for name, shape in expected.items():

@@ -351,7 +351,7 @@ def _open_mixture(
                 parts[part.name] = _open_text(single, tokenizer)
         except UserError as error:
             raise UserError(f"part {part.name} of the mixture: {error}") from error
-    # Weights belong to the identity: with others the same place means other rows.
+    # A position depends on the weights: with others it means other rows.
     weights = [part.weight for part in mixture.parts]
     later = [[change.step, *change.weights] for change in mixture.reweightings]
     known = [[name, part.fingerprint] for name, part in parts.items()]

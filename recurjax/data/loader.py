@@ -403,7 +403,7 @@ class _FilledBatches:
 
 def _row_span(split: Split, row: int, length: int) -> tuple[int, int]:
     """Returns the tokens of a concatenated row: T and the last one's target."""
-    # Beyond the split's end rows are empty: the last batch of a pass in order.
+    # The last batch of a pass in order may end after the split: those rows are empty.
     begin = min(split.start + row * length, split.stop)
     return begin, min(begin + length + 1, split.stop)
 

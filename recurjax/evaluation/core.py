@@ -306,7 +306,7 @@ def score_items(
         for item in rows
         for row in item
     ]
-    # All pairs in one call: the scorer sorts them by length over the task.
+    # One call for all pairs, because the scorer sorts them by length.
     scored = iter(score(pairs))
     items = []
     for number, item in enumerate(rows):

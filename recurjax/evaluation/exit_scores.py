@@ -199,7 +199,7 @@ def fit_exit_head(
         head, moments = _fit_step(model, batch, head, moments, optimizer=optimizer)
         steps += 1
     if steps == 0:
-        raise UserError("the exit head has no text to be trained on")
+        raise UserError("the exit head needs at least one batch of text to train on")
     return head
 
 

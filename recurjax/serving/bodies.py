@@ -275,7 +275,7 @@ def _message(message: Any, number: int) -> dict[str, str]:
             400, f"{where}: a role may have {LONGEST_ROLE} characters", field="messages"
         )
     content = message.get("content")
-    # Content in parts: those of text are joined, any other kind is refused.
+    # Content in parts: text parts are joined, any other kind is refused.
     if isinstance(content, list):
         texts = [
             part["text"]

@@ -334,7 +334,7 @@ def _error(mamba: Mamba, v: np.ndarray, o: np.ndarray) -> float:
 
 
 def _squares(o: np.ndarray) -> float:
-    # A text at a time: o may be most of the host's memory.
+    # One text at a time, because o may take most of the host's memory.
     return sum(float(np.square(text).sum()) for text in o)
 
 

@@ -114,8 +114,8 @@ def to_recursive(
         raise UserError("stack.transformer must be the model's own stack, unchanged")
     if norms is not None and not stack.tie_norms:
         raise UserError(
-            f"norms {norms!r} is for norms that the loops share: own ones (tie_norms "
-            "off) are each layer's"
+            f"norms {norms!r} says how norms that the loops share start, and with "
+            "tie_norms off each layer keeps its own: leave norms out"
         )
     config = dataclasses.replace(model.config, stack=stack)
     start = Start(

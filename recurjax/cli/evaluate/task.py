@@ -93,11 +93,15 @@ def _check_fits(options: EvaluateTask, loaded: LoadedRun, task: TaskConfig) -> N
             "with fewer"
         )
     compresses = isinstance(loaded.experiment.objective, Compress)
-    if isinstance(task, Compression) != compresses:
+    if isinstance(task, Compression) and not compresses:
         raise UserError(
-            f"the task {options.task} does not go with how the run is read: "
-            "mad_compression, and it alone, asks a model that was trained by the "
-            "objective Compress"
+            f"the task {options.task} needs a run that was trained by the objective "
+            "Compress"
+        )
+    if compresses and not isinstance(task, Compression):
+        raise UserError(
+            f"the task {options.task} needs a run that predicts tokens: this one was "
+            "trained by the objective Compress, for mad_compression alone"
         )
     longest = task.longest("validation")
     if options.length is not None and options.length < longest:
@@ -136,7 +140,7 @@ def _test(
         for row in rows
     ]
     report = {"task" if key == "text" else key: x for key, x in report.items()}
-    # Next to the share of right tokens: how far along its chains the model comes.
+    # In addition to accuracy: how far along its chains the model gets.
     if isinstance(task, HashHop):
         batches = TaskDataset(config=data).loader(
             "validation",

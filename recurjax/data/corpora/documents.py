@@ -228,7 +228,7 @@ def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, 
                     f"{file}:{number}: field {corpus.field!r} must be a string, "
                     f"got {type(text).__name__}"
                 )
-            # For gzip the position in the packed file: what the total counts as well.
+            # For gzip the position in the compressed file, whose size the total counts.
             yield _without_lone_surrogates(text), position()
 
 

@@ -224,7 +224,7 @@ def merge(
                 documents = int(np.searchsorted(stream.starts, end))
                 tokens = sum(map(len, starts)) + documents
                 progress(Progress(before + end, total, tokens, before + end))
-            # Begins count from the first token of all parts.
+            # Starts of documents count from the first token of the first part.
             starts.append(stream.starts + before)
             expected = Expected("i", (manifest.documents,))
             sizes.append(read_array(part / BYTES, expected, f"{part / BYTES}"))

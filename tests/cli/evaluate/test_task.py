@@ -76,7 +76,7 @@ def test_any_run_reads_a_task_of_a_fitting_vocabulary(finished):
     for words, pattern in [
         (("mqar",), "mqar has 8192 tokens and the model reads 257: train"),
         (("mqer",), r"there is no task mqer: did you mean mqar\?"),
-        (("mad_compression",), "mad_compression does not go with how the run"),
+        (("mad_compression",), "mad_compression needs a run"),
         (("s3", "--length", 8), "has rows of 256 tokens"),
         (("s3", "--split", "train"), "no option --split"),
         (("s3", "--text", "x"), "no option --text"),
