@@ -272,7 +272,7 @@ def _raised_in(tree: ast.Module) -> Iterator[str]:
             name, arguments = ast.unparse(node.exc.func), node.exc.args
             if name in kinds and arguments and _is_text(arguments[0]):
                 text = ast.unparse(arguments[0]).removeprefix("f")[1:-1]
-                text = " ".join(text.replace("\\n", " ").split())
+                text = " ".join(_FORMAT.sub("}", text).replace("\\n", " ").split())
                 yield f"| {name} | {_MARKUP.sub(_escaped, text)} |"
 
 
@@ -280,6 +280,7 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant | ast.JoinedStr)
 
 
+_FORMAT = re.compile(r"(?:![rsa])?(?::[,.\d%a-z]*)?\}")
 _MARKUP = re.compile(r"[|*_<>`\\\[\]{}]")
 
 
