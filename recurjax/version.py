@@ -7,7 +7,12 @@ from packaging.version import InvalidVersion, Version
 from recurjax.errors import UserError
 
 VERSION = "0.1.0"
-REPORTS = "the repository's issues"
+REPOSITORY = ""
+"""The address of the public repository, such as https://github.com/OWNER/recurjax; "":
+there is none yet. The notebooks install from it, the model card cites it, the launcher
+clones it. `python -m tests.notebooks.opening --renew` writes it into the notebooks, and
+`tests/notebooks` compares pyproject.toml and CITATION.cff with it."""
+REPORTS = f"{REPOSITORY}/issues" if REPOSITORY else "the repository's issues"
 """Where reports of errors and of holes go; SECURITY.md names the same place."""
 
 

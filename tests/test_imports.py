@@ -32,7 +32,7 @@ ORDER = (
     ("training",),
     # The harness' own command line opens runs.
     ("convert", "evaluation.harness"),
-    ("bench", "plan", "serving"),
+    ("bench", "notebook", "plan", "serving"),
     ("cli",),
 )
 # Where the order alone would allow more than the design does.

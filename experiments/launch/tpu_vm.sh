@@ -15,7 +15,10 @@ set -euo pipefail
 : "${PROJECT:?the Google Cloud project}" "${ZONE:?such as us-west4-a}"
 : "${NAME:?of the slice}" "${TYPE:?such as v5litepod-256}" "${BUCKET:?such as gs://runs}"
 RUNTIME=${RUNTIME:-v2-alpha-tpuv5-lite}
-REPOSITORY=${REPOSITORY:-$(git config --get remote.origin.url || true)}
+# What the hosts clone: this clone's origin, else the public repository.
+REPOSITORY=${REPOSITORY:-$(git config --get remote.origin.url ||
+  python3 -c "from recurjax.version import REPOSITORY; print(REPOSITORY)" || true)}
+: "${REPOSITORY:?the address of a repository that the hosts can clone}"
 TRIES=${TRIES:-20}
 if (($# == 0)); then
   echo "usage: PROJECT= ZONE= NAME= TYPE= BUCKET= $0 EXPERIMENT [--field value ...]" >&2

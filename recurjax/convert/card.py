@@ -29,6 +29,7 @@ from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
+from recurjax.version import REPOSITORY
 
 CARD = "README.md"
 LOSS_PICTURE = "loss.png"
@@ -361,9 +362,10 @@ def _limits(run: LoadedRun) -> str:
 
 
 def _citation(run: LoadedRun) -> str:
+    where = f",\n  url = {{{REPOSITORY}}}" if REPOSITORY else ""
     software = (
         "@software{recurjax,\n  title = {recurjax: recurrent transformers in JAX},\n"
-        "  author = {{The recurjax authors}}\n}"
+        f"  author = {{{{The recurjax authors}}}}{where}\n}}"
     )
     paper = PAPERS.get(type(run.model.config.stack))
     entries = [software] if paper is None else [paper.bibtex(), software]

@@ -1,8 +1,6 @@
 """What `pip install` gives: wheel and sdist, used outside the clone."""
 
 import os
-import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,53 +10,16 @@ from pathlib import Path
 import pytest
 
 from recurjax.version import VERSION
-
-ROOT = Path(__file__).parents[2]
-PARTS = ("recurjax", "pallas_kernels", "experiments", "pyproject.toml", "setup.py")
-PARTS += ("MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
-PARTS += ("constraints.txt",)
-BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+from tests.packaging.wheel import built, run
+from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.slow
-
-
-def run(*words, **options):
-    done = subprocess.run(
-        list(map(str, words)), capture_output=True, text=True, check=False, **options
-    )
-    assert done.returncode == 0, (
-        f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    )
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     """The sdist of a copy of the tree, and the wheel that is built from the sdist."""
-    root = tmp_path_factory.mktemp("build")
-    tools, tree = root / "tools", root / "tree"
-    tree.mkdir()
-    for part in PARTS:
-        if (ROOT / part).is_dir():
-            shutil.copytree(
-                ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        else:
-            shutil.copy(ROOT / part, tree / part)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", tools]
-    got = subprocess.run([*pip, "setuptools>=77"], capture_output=True, text=True)
-    if got.returncode != 0:
-        pytest.skip(f"pip cannot fetch setuptools>=77: {got.stderr.strip()[-200:]}")
-    env = {**os.environ, "PYTHONPATH": str(tools)}
-    build = (sys.executable, "-c", BUILD)
-    run(*build, "build_sdist", root, cwd=tree, env=env)
-    [sdist] = root.glob("*.tar.gz")
-    with tarfile.open(sdist) as packed:
-        packed.extractall(root / "unpacked", filter="data")
-    [unpacked] = (root / "unpacked").iterdir()
-    run(*build, "build_wheel", root, cwd=unpacked, env=env)
-    [wheel] = root.glob("*.whl")
-    return sdist, wheel
+    return built(tmp_path_factory)[:2]
 
 
 def test_both_hold_what_is_used_without_a_clone(distributions):
