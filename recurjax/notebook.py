@@ -159,10 +159,7 @@ def draw_letters(
 
 
 def pretrained(name: str) -> Path:
-    """Imports a model of the Hub; where it is not available, a random one.
-
-    The random model is a Llama of two layers on bytes, written and read as a Hugging
-    Face checkpoint: each step that follows runs on it, and its figures mean nothing.
+    """Imports a model of the Hub; where it is not available, `random_checkpoint`.
 
     Args:
       name: OWNER/NAME.
@@ -171,17 +168,8 @@ def pretrained(name: str) -> Path:
       The run directory.
     """
     # Imported here: one notebook converts models, the others start faster without.
-    from flax import nnx
-
-    from recurjax.convert import from_hf, new_experiment, to_torch, write_run
+    from recurjax.convert import from_hf, new_experiment, write_run
     from recurjax.convert.hub import imported_run
-    from recurjax.data.tokenizers import ByteTokenizer
-    from recurjax.layers.attention import AttentionConfig
-    from recurjax.layers.initialization import UNIT_VARIANCE
-    from recurjax.layers.mlp import MlpConfig
-    from recurjax.model import ModelConfig
-    from recurjax.training.run import LoadedRun
-    from recurjax.variants.transformer import TransformerConfig
 
     try:
         with warnings.catch_warnings():
@@ -191,6 +179,31 @@ def pretrained(name: str) -> Path:
     except UserError as error:
         print(f"{error}\n{name} is not available: a random Llama takes its place.")
     checkpoint, root = scratch() / "random_llama", scratch() / "imported"
+    random_checkpoint(checkpoint)
+    imported = from_hf(checkpoint)
+    assert imported.tokenizer is not None
+    experiment = new_experiment(root, imported.model.config, length=imported.length)
+    write_run(root, imported.model, experiment, imported.tokenizer)
+    return root
+
+
+def random_checkpoint(out: Path) -> None:
+    """Writes a Hugging Face checkpoint of a random Llama of two layers on bytes.
+
+    It takes the place of a model that cannot be downloaded: every step runs on it, and
+    its figures mean nothing.
+    """
+    from flax import nnx
+
+    from recurjax.convert import new_experiment, to_torch
+    from recurjax.data.tokenizers import ByteTokenizer
+    from recurjax.layers.attention import AttentionConfig
+    from recurjax.layers.initialization import UNIT_VARIANCE
+    from recurjax.layers.mlp import MlpConfig
+    from recurjax.model import ModelConfig
+    from recurjax.training.run import LoadedRun
+    from recurjax.variants.transformer import TransformerConfig
+
     heads = AttentionConfig(heads=4, key_heads=2, head_width=16)
     mlp = MlpConfig(kind="swiglu", width=128)
     stack = TransformerConfig(
@@ -198,12 +211,7 @@ def pretrained(name: str) -> Path:
     )
     tokenizer = ByteTokenizer()
     config = ModelConfig(vocabulary=tokenizer.vocabulary, stack=stack)
-    experiment = new_experiment(checkpoint, config, length=64)
+    experiment = new_experiment(out, config, length=64)
     model = Decoder(config, rngs=nnx.Rngs(0))
     run = LoadedRun(experiment, model, tokenizer, step=0)
-    to_torch(run, checkpoint, format="hf", check=False)
-    imported = from_hf(checkpoint)
-    assert imported.tokenizer is not None
-    experiment = new_experiment(root, imported.model.config, length=imported.length)
-    write_run(root, imported.model, experiment, imported.tokenizer)
-    return root
+    to_torch(run, out, format="hf", check=False)
