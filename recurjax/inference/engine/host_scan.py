@@ -11,7 +11,7 @@ nor the stacks know of this.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import repeat
@@ -223,7 +223,7 @@ class _Tape:
     def _add_scan(self, eqn: JaxprEqn, operands: list) -> list[_Value]:
         """Adds the turns of a scan: each with its own weights, or as a loop."""
         params = eqn.params
-        consts, carries = params["num_consts"], params["num_carry"]
+        consts, carries = _scan_counts(params)
         ahead = consts + carries
         state, scanned = operands[consts:ahead], operands[ahead:]
         weights = tuple(isinstance(x, _Known) and x.weight for x in scanned)
@@ -396,8 +396,8 @@ def _runs_on_host(eqn: JaxprEqn, weights: Sequence[bool]) -> bool:
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        first = params["num_consts"]
-        ahead = first + params["num_carry"]
+        first, carries = _scan_counts(params)
+        ahead = first + carries
         if any(weights[ahead:]):
             return True
         constant = [*weights[:first], *[False] * (len(weights) - first)]
@@ -463,6 +463,14 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
+def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many constants and how many carries a scan has."""
+    if "ft_in" in params:  # jax 0.12 groups the operands
+        constants, carries, _ = params["ft_in"].unpack()
+        return len(constants), len(carries)
+    return params["num_consts"], params["num_carry"]
+
+
 @cache
 def _turn(scan: JaxprEqn, weights: tuple[bool, ...]) -> ClosedJaxpr:
     """Makes one turn of a scan a function that takes the turn's number.
@@ -471,7 +479,7 @@ def _turn(scan: JaxprEqn, weights: tuple[bool, ...]) -> ClosedJaxpr:
     everything else all), the number, the carry and what the turns collect.
     """
     params = scan.params
-    body, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+    body, (consts, carries) = params["jaxpr"], _scan_counts(params)
     ahead, first = consts + carries, consts + len(weights)
     parts = [
         _shape(body.jaxpr.invars[n] if is_weight else scan.invars[n])

@@ -1,6 +1,7 @@
 """Programs whose scans over weights the host runs: the same results, no copies."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -8,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.inference.engine.host_scan import HostScan, scans_weights
+from recurjax.inference.engine.host_scan import (
+    HostScan,
+    _scan_counts,
+    scans_weights,
+)
 from recurjax.parameters import parameter_name, rule_of
 from tests.inference.engine.models import VARIANTS, build_engine, build_model
 
@@ -97,3 +102,9 @@ def test_a_layer_s_weights_are_a_view_of_the_stack():
         if isinstance(x, jax.Array) and x.size == D * D
     }
     assert found == {*places}
+
+
+def test_the_operands_of_a_scan_are_counted_in_the_forms_of_jax_0_10_and_0_12():
+    groups = SimpleNamespace(unpack=lambda: ((None, None), (None,), ()))
+    counts = {"num_consts": 2, "num_carry": 1}
+    assert _scan_counts(counts) == _scan_counts({"ft_in": groups}) == (2, 1)
