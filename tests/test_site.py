@@ -38,7 +38,9 @@ def test_every_link_between_documents_has_a_target():
 
 
 def test_the_readme_stays_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+    # Comments, such as the marks of tests/documents, are no text.
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
+    assert len(text.split()) <= 900
 
 
 def test_a_dead_link_is_seen():
