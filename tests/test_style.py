@@ -24,6 +24,7 @@ MOST_MODULES = 12
 MANY_MODULES = {
     "pallas_kernels.chunk_attention": "three backends of two passes each",
     "pallas_kernels.gated_scan": "three backends of two passes each",
+    "recurjax": "what all parts read, and the helpers of notebooks",
     "recurjax.bench": "one module a variant, one an op",
     "recurjax.evaluation": "one module a kind of evaluation",
 }
