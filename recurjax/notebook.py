@@ -6,7 +6,6 @@ run = notebook.quick_run(recurjax.load_experiment("quickstart"))
 """
 
 import atexit
-import json
 import shutil
 import tempfile
 import warnings
@@ -27,6 +26,7 @@ from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
+from recurjax.files.metric_rows import read_rows
 from recurjax.machine import compiled_programs, host
 from recurjax.model import Decoder
 from recurjax.training.loop import train
@@ -87,8 +87,7 @@ def quick_run(experiment: Experiment) -> QuickRun:
             "another name, or restart the kernel"
         )
     result = train(experiment, root, console=Console(quiet=True))
-    lines = (root / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(root / "metrics.jsonl").rows
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert result.score is not None
     run, bits = load_run(root), result.score.bits_per_byte
