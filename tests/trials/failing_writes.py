@@ -205,14 +205,13 @@ def _try_all(
         if said:
             print(f"{name}, write {number} of {total}: {said[:300]}", flush=True)
         left = None if left is None else left - 1
-        if number % 20 == 0 or left == 0 or number == total:
-            write_atomic(into, json.dumps(answers, indent=1) + "\n")
+        # After each, so that a stop loses at most one.
+        write_atomic(into, json.dumps(answers, indent=1) + "\n")
     done = [said for number, said in faults["lost"].items() if int(number) <= total]
     lost = sum(bool(said) for said in done)
     print(
         f"{name}: {len(done) - lost} of {len(done)} faults lose nothing, {total} writes"
     )
-    write_atomic(into, json.dumps(answers, indent=1) + "\n")
     return left
 
 
