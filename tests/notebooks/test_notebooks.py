@@ -45,7 +45,7 @@ SHORTER = {
     "first_tour.ipynb": {"steps=100,": "steps=50,"},
     "compare_variants.ipynb": {"steps=100,": "steps=20,"},
     "pretrained_and_back.ipynb": {"60 if config": "40 if config"},
-    "recurrent_transformer.ipynb": {", 64, 500": ", 64, 150"},
+    "recurrent_transformer.ipynb": {", 64, 500": ", 64, 200"},
     "rat.ipynb": {"steps=150,": "steps=50,"},
     "latent_recurrent_transformer.ipynb": {", 8, 150": ", 8, 50"},
     "recurformer.ipynb": {
