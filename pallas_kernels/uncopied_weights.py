@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 
 from pallas_kernels import target
 from pallas_kernels.mesh_cut import row_axes
@@ -30,7 +30,7 @@ def pay_off() -> bool:
 
 
 def with_more_rows(
-    product: Callable[[Array], Array], x: Float[Array, "B ..."]
+    product: Callable[[Array], Array], x: Shaped[Array, "B ..."]
 ) -> Float[Array, "B ..."]:
     """Computes product(x), of fewer than eight rows as part of a product of eight.
 
@@ -40,6 +40,7 @@ def with_more_rows(
 
     Args:
       product: maps each row by itself.
+      x: rows of a product, or of ids whose rows of a table it reads.
     """
     B = x.shape[0]
     # Rows that lie on several devices would be sent about.
@@ -66,6 +67,30 @@ def apart_by_layer(x: Array, per_layer: Array) -> Array:
       per_layer: what only this layer has: barriers over x alone would become one.
     """
     return jax.lax.optimization_barrier((x, per_layer))[0]
+
+
+def expands_groups() -> bool:
+    """Returns whether XLA would write a grouped integer weight as floats, scaled."""
+    return target.current().platform != "cpu"
+
+
+def by_groups(
+    x: Float[Array, "B N"], values: Int[Array, "N M"], scales: Float[Array, "G M"]
+) -> Float[Array, "B M"]:
+    """Computes x W in float32, where W is values with a scale for N / G inputs.
+
+    Scales multiply each group's partial sum, so that a weight is read as integers: as a
+    factor of W, XLA writes them repeated over their groups, 16 times W's bytes.
+    """
+    G, M = scales.shape
+    grouped = jnp.moveaxis(x.reshape(x.shape[0], G, -1), 1, 0)
+    parts = jnp.einsum(
+        "gbn,gnm->gbm",
+        grouped,
+        values.reshape(G, -1, M).astype(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.sum(parts * scales[:, None], axis=0)
 
 
 def merge_by_head(

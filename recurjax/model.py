@@ -452,7 +452,7 @@ class Decoder(nnx.Module):
         """Returns what the stack reads."""
         table: Any = self.w_embedding[...]
         if isinstance(table, QuantizedWeight):
-            x = table[jnp.asarray(ids)].astype(self.config.dtype)
+            x = table.rows(jnp.asarray(ids)).astype(self.config.dtype)
         else:
             x = look_up(table, ids, self.config.dtype)
         if self.config.embedding_scale == "sqrt_width":

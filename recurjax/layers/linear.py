@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels import target, uncopied_weights
 from recurjax.layers.mesh import as_matrix
@@ -137,6 +137,13 @@ class QuantizedWeight:
             first=-2,
             inputs=1,
         )
+
+    def rows(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Reads rows of a table: W[ids]."""
+        if ids.shape[1] > 1:
+            return plain(self[ids])
+        # To read a single row, a TPU copies the table.
+        return uncopied_weights.with_more_rows(lambda ids: plain(self[ids]), ids)
 
     def astype(self, dtype: Any) -> Array:
         """Computes W in a dtype."""
@@ -300,16 +307,28 @@ def _scale_apart(
 
 def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
     weight, scale = _scale_apart(weight)
+    step = x.ndim > 2 and x.shape[1] == 1
+    grouped = isinstance(weight, QuantizedWeight)
+    if step and grouped and uncopied_weights.expands_groups():
+        return _grouped(x, weight)
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     rows = as_matrix(x)
-    if x.ndim > 2 and x.shape[1] == 1:
+    if step:
         y = uncopied_weights.with_more_rows(lambda rows: _rounded(rows, weight), rows)
     else:
         y = _rounded(rows, weight)
     y = y.reshape(*x.shape[:-1], weight.shape[-1])
     return y if scale is None else (y * scale).astype(x.dtype)
+
+
+def _grouped(x: Float[Array, "B 1 N"], weight: QuantizedWeight) -> Array:
+    def product(rows: Array) -> Array:
+        return uncopied_weights.by_groups(rows, weight.values, weight.scales)
+
+    y = uncopied_weights.with_more_rows(product, x[:, 0])
+    return y[:, None].astype(x.dtype)
 
 
 def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:

@@ -66,6 +66,8 @@ _NOTHING = {
 _NO_KERNEL = {"AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound"}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
+_VIEWS = ("bitcast", "copy")
+"""What takes no memory of its own in a fusion; TPUs read integers in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,9 +210,13 @@ def _moved_by_fusion(
         if name in seen or whole == 0:
             continue
         seen.add(name)
+        parameter = parameters[place]
+        if any(_viewed(inside, result).name == parameter for result in results):
+            read += whole
+            continue
         # Slices that several users read can exceed the array: then count the full
         # array.
-        read += min(whole, _read(module, inside, parameters[place], whole))
+        read += min(whole, _read(module, inside, parameter, whole))
     return read + min(written, array_bytes(fusion.type))
 
 
@@ -229,18 +235,18 @@ def _read(module: Module, inside: dict[str, Instruction], name: str, whole: int)
     for user in inside.values():
         if name not in user.operands:
             continue
-        if user.opcode == "bitcast":
-            # The same bytes under another shape: what reads those counts.
+        if user.opcode in _VIEWS:
+            # The same numbers in another shape or layout: what reads those counts.
             total += _read(module, inside, user.name, whole)
         elif user.opcode == "fusion":
-            # TPUs' fusions hold fusions, which may take a slice, or be a bitcast.
+            # TPUs' fusions hold fusions, which may take a slice, or be a view.
             called = user.attribute("calls") or ""
             within = module.computations[called]
             parameters = _parameters(within)
             for place, operand in enumerate(user.operands):
                 if operand == name:
                     total += _read(module, within, parameters[place], whole)
-                    if _shown(within, module.root(called)).name == parameters[place]:
+                    if _viewed(within, module.root(called)).name == parameters[place]:
                         total += _read(module, inside, user.name, whole)
         # The slice's start indices are operands too; only the sliced array counts so.
         elif user.opcode in _SLICES and user.operands[0] == name:
@@ -250,6 +256,13 @@ def _read(module: Module, inside: dict[str, Instruction], name: str, whole: int)
         else:
             return whole  # One user that needs all of it is enough.
     return min(total, whole)
+
+
+def _viewed(inside: dict[str, Instruction], result: Instruction) -> Instruction:
+    """Returns what views show in another shape or layout."""
+    while result.opcode in _VIEWS and result.operands[0] in inside:
+        result = inside[result.operands[0]]
+    return result
 
 
 def _shown(inside: dict[str, Instruction], result: Instruction) -> Instruction:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import target
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
@@ -57,6 +58,19 @@ def test_products_read_them_as_their_matrices(bits):
     ):
         got, want = function(argument, weight), function(argument, plain(weight))
         np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_of_an_accelerator_reads_them_by_groups(bits):
+    """As one product a group, and a single row as part of eight."""
+    x = jnp.asarray(draw(size=(1, 1, 128)), jnp.float32)
+    weight = quantize(jnp.asarray(draw(size=(128, 6))), bits=bits, first=-2, inputs=1)
+    table = quantize(jnp.asarray(draw(size=(5, 64))), bits=bits, first=-1, inputs=1)
+    ids = jnp.asarray([[3]])
+    want = linear(x, plain(weight)), plain(table)[ids]
+    with target.as_if(target.Target(platform="tpu", kind="TPU v5e")):
+        np.testing.assert_allclose(linear(x, weight), want[0], atol=1e-4)
+        np.testing.assert_array_equal(table.rows(ids), want[1])
 
 
 @pytest.mark.parametrize("variant", EVERY)

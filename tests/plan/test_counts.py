@@ -183,6 +183,31 @@ def test_a_slice_reads_what_it_takes_and_memory_on_the_chip_counts_nothing():
     assert array_bytes("bf16[4]{0:T(128)S(1)}", on_chip=True) == 8
 
 
+@pytest.mark.parametrize(("root", "moved_bytes"), [("copy", 8192), ("slice", 2 * 64)])
+def test_a_copy_inside_a_fusion_is_another_layout_of_what_is_read(root, moved_bytes):
+    """TPUs' fusions read a layer's integers so; one that ends with it is a copy."""
+    types = {"copy": "s8[64,64]{1,0:T(8,128)(4,1)}", "slice": "s8[1,64]{1,0}"}
+    text = f"""HloModule m
+
+%relaid (p: s8[64,64]) -> s8[64,64] {{
+  %p = s8[64,64]{{1,0:T(32,128)(4,1)}} parameter(0)
+  ROOT %c = s8[64,64]{{1,0:T(8,128)(4,1)}} copy(%p)
+}}
+
+%fused (q: s8[64,64]) -> s8[1,64] {{
+  %q = s8[64,64]{{1,0:T(32,128)(4,1)}} parameter(0)
+  %copy = s8[64,64]{{1,0:T(8,128)(4,1)}} fusion(%q), kind=kLoop, calls=%relaid
+  ROOT %slice = s8[1,64]{{1,0}} slice(%copy), slice={{[3:4], [0:64]}}
+}}
+
+ENTRY %main (w: s8[64,64]) -> {types[root]} {{
+  %w = s8[64,64]{{1,0:T(32,128)(4,1)}} parameter(0)
+  ROOT %r = {types[root]} fusion(%w), calls=%{"relaid" if root == "copy" else "fused"}
+}}
+"""
+    assert read_traffic(parse(text), axes=("data",), sizes=(1,)).bytes == moved_bytes
+
+
 LINE = "  %a = f32[4]{0} all-gather(%x), channel_id=1, replica_groups="
 TEXT = """HloModule m
 

@@ -168,6 +168,24 @@ def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant, rows):
 
 
 @needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", ["int4", pytest.param("int8", marks=pytest.mark.sweep)]
+)
+def test_a_decode_step_on_a_tpu_reads_integers_where_they_lie(dtype):
+    """Left to XLA a single row copied int8's table (1.4 times) and wrote the scales of
+    int4 repeated over their groups (10 times, for Gemma 2B)."""
+    run = replace(wide_experiment("transformer"), mesh=ONE)
+    run = replace(run, model=replace(run.model, weight_dtype=dtype))
+    wanted = {
+        "experiment": to_json(run),
+        **{"topology": "v5e:1x1", "program": "decode", "rows": 1, "length": 1024},
+    }
+    answer = ask("v5e:1x1", "tests.plan.matrix:answer", wanted)
+    assert answer["traffic"]["bytes"] < 1.2 * sum(answer["parts"].values())
+
+
+@needs_compilers
 @pytest.mark.sweep
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_program_compiles_with_its_kernels_into_its_memory(topology):

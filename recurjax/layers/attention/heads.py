@@ -14,6 +14,7 @@ from jaxtyping import Float
 from pallas_kernels.uncopied_weights import merge_by_head
 from recurjax.layers.linear import (
     LowRank,
+    QuantizedWeight,
     Weight,
     base_and_additions,
     decodes_on_gpu,
@@ -60,9 +61,9 @@ def merge(
     """
     H, E, D = weight.shape
     flat = y.reshape(*y.shape[:2], -1)
-    if not decodes_on_gpu(y):
-        return linear(flat, weight[...].reshape(-1, D), bias, addition)
     base, additions = base_and_additions(weight, addition)
+    if not decodes_on_gpu(y) or isinstance(base, QuantizedWeight):
+        return linear(flat, weight[...].reshape(-1, D), bias, addition)
     merged = merge_by_head(y.reshape(-1, H, E), base.astype(y.dtype))
     return with_additions(merged[:, None].astype(y.dtype), flat, bias, additions)
 
