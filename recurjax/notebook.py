@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from rich.console import Console
 
+from pallas_kernels.reductions import logsumexp
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
@@ -132,9 +133,9 @@ def logits_of(
 
 def loss_on(model: Decoder, ids: Int[Array, "B T"]) -> float:
     """Returns the mean loss of the next token in nats."""
-    logp = jax.nn.log_softmax(logits_of(model, ids)[:, :-1])
-    right = np.take_along_axis(np.asarray(logp), np.asarray(ids)[:, 1:, None], axis=2)
-    return -float(right.mean())
+    logits = jnp.asarray(logits_of(model, ids)[:, :-1])
+    right = jnp.take_along_axis(logits, jnp.asarray(ids)[:, 1:, None], axis=2)
+    return float(jnp.mean(logsumexp(logits) - right[..., 0]))
 
 
 def largest_difference(a: Array | np.ndarray, b: Array | np.ndarray) -> float:

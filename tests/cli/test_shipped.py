@@ -260,8 +260,8 @@ def test_doctor_and_the_guide_know_every_extra():
     install = guide.split("## Install")[1].split("\n## ")[0]
     for extra in extras:
         assert f"`{extra}`" in install or f"[{extra}]" in install
-    # Of one feature each; a device's, a kernel's and the suite's are no feature.
-    others = {"cuda", "cuda13", "tpu", "notebooks", "emulators", "all", "test"}
+    # Of one feature each; a device's, the suite's and the site's are no feature.
+    others = {"cuda", "cuda13", "tpu", "notebooks", "emulators", "all", "test", "docs"}
     assert set(doctor._EXTRAS.values()) == set(extras) - others
     for name, extra in doctor._EXTRAS.items():
         assert any(wanted.startswith(f"{name}>") for wanted in extras[extra])

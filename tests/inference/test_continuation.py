@@ -144,7 +144,7 @@ def test_bytes_that_are_no_text_take_nothing_from_what_follows(
 
 
 def test_special_tokens_do_not_end_a_run_of_bytes(words):
-    built = tokenizers.Tokenizer.from_str(words._definition)
+    built = tokenizers.Tokenizer.from_str(words._definition.decode())
     built.add_special_tokens(["<s>"])
     tokenizer = JsonTokenizer(built.to_str(), bos="<s>")
     bos, (first, second, third) = tokenizer.bos, [1 + byte for byte in "€".encode()]

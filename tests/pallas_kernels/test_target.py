@@ -27,6 +27,7 @@ MAY_ASK = {
     "recurjax.machine.devices",  # a table of peak rates, by kind
     "recurjax.bench.report",  # prints where a row was measured
     "recurjax.cli.doctor",  # prints what there is
+    "recurjax.notebook",  # prints where a notebook runs
     "recurjax.training.run.trackers",  # writes down where a run started
 }
 

@@ -161,7 +161,7 @@ def test_tied_norms_start_as_they_are_told(init, llama):
         if "_norm." not in name:
             np.testing.assert_array_equal(leaf, parameters(converted)[name])
     untied = recursive(llama, loops=2, tie_norms=False)
-    with pytest.raises(UserError, match="each layer's"):
+    with pytest.raises(UserError, match="each layer keeps its own"):
         to_recursive(llama, untied, init=init, norms="zero")
 
 
