@@ -80,7 +80,7 @@ def by_groups(
     """Computes x W in float32, where W is values with a scale for N / G inputs.
 
     Scales multiply each group's partial sum, so that a weight is read as integers: as a
-    factor of W, XLA writes them repeated over their groups, 16 times W's bytes.
+    factor of W, XLA writes them repeated over their groups: 8 times int4's bytes.
     """
     G, M = scales.shape
     grouped = jnp.moveaxis(x.reshape(x.shape[0], G, -1), 1, 0)

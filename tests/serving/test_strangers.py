@@ -204,18 +204,6 @@ def test_a_body_is_for_models_that_take_requests():
         '{"tokens": [1], "a": {"b": "::::::"}}': 200,
         r'{"tokens": [1], "a": {"b": "\":\\\":::::"}}': 200,
         r'{"tokens": [1], "a": {"b": "\\", "::": 1}}': 413,
-    }.items(),
-)
-def test_a_body_has_few_names(body, status, monkeypatch):
-    """They are counted without parsing; colons of texts do not count."""
-    monkeypatch.setattr(reading, "MOST_NAMES", 3)
-    answer = asyncio.run(answered(with_slots(9), "/detokenize", body.encode()))
-    assert answer[0] == status, answer
-
-
-@pytest.mark.parametrize(
-    "body, status",
-    {
         '{"tokens": [1,1,1,1,1,1,1]}': 200,
         '{"tokens": [1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]}': 413,
         '{"a": [[],[],[],[],[],[],[],[],[],[]]}': 413,
@@ -225,8 +213,13 @@ def test_a_body_has_few_names(body, status, monkeypatch):
         r'{"tokens": [1], "a": "\\",,,,,,,,,,[[[[[[[[[[[[["}': 413,
     }.items(),
 )
-def test_a_body_has_no_more_values_than_its_route_can_use(body, status, monkeypatch):
-    """They are counted without parsing; commas and brackets of texts do not count."""
+def test_a_body_has_no_more_names_and_values_than_its_route_can_use(
+    body, status, monkeypatch
+):
+    """They are counted without parsing; colons, commas and brackets of texts do not
+    count.
+    """
+    monkeypatch.setattr(reading, "MOST_NAMES", 3)
     monkeypatch.setattr(serving, "MOST_IDS", 16)
     monkeypatch.setitem(App._read.__kwdefaults__, "values", 16)
     answer = asyncio.run(answered(with_slots(9), "/detokenize", body.encode()))
