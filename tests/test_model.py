@@ -244,6 +244,7 @@ text = chr(10).join(sorted(lines))
 """
 
 
+@pytest.mark.slow
 def test_tree_mode_gives_what_graph_mode_gives():
     """In a child process: NNX reads its mode when it is imported."""
     environment = {

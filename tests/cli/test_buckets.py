@@ -46,6 +46,7 @@ def kill_at(monkeypatch, step):
     monkeypatch.setattr(Session, "next_batch", next_batch)
 
 
+@pytest.mark.slow
 def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_path):
     for step in (5, 6):  # counted from where each start resumes
         with monkeypatch.context() as patch:

@@ -108,6 +108,7 @@ def test_a_prepared_folder_brings_its_tokenizer(texts, tmp_path):
         data(["prepare", "--out", str(tmp_path / "two"), "--corpus", str(out)])
 
 
+@pytest.mark.slow
 def test_a_run_on_ones_own_text_needs_no_python(texts, tmp_path, quick_compilation):
     words = ("--corpus", texts / "lines", "--tokenizer", "bpe:300", "--runs", tmp_path)
     stop = ("--training.steps", 3, "--schedule.warmup-steps", 1)

@@ -74,6 +74,7 @@ def test_a_killed_evaluation_goes_on_by_item(model, tmp_path):
         np.testing.assert_allclose(mine.nats, theirs.nats, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_each_prompt_alone(model, tmp_path):
     symbols = Symbols(model.config.vocabulary)
     sampling = SamplingConfig(temperature=1.0)

@@ -87,6 +87,7 @@ def test_the_authors_layer_is_timed_eager_and_compiled(
         script.main([*words, str(tmp_path / "olmo")])
 
 
+@pytest.mark.slow
 def test_a_step_is_compared_with_nanochat_s(
     quick_compilation, played, tmp_path, capsys
 ):

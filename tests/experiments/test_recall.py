@@ -62,6 +62,7 @@ def test_a_grid_is_cut_by_its_options(recall):
         recall.Options(seeds=0)
 
 
+@pytest.mark.slow
 def test_runs_that_ended_are_read_and_a_cut_one_is_made_again(
     recall, monkeypatch, tmp_path, capsys
 ):

@@ -16,6 +16,7 @@ from recurjax.model import Decoder
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from tests.compiling import QUICK_COMPILE, all_compiled_quickly
+from tests.marks import slow_except
 from tests.plan.small_experiments import VARIANTS, experiment
 from tests.tolerances import assert_values_close
 
@@ -106,7 +107,10 @@ def test_only_one_token_a_row_on_a_gpu_is_kept_apart():
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("variant", [*VARIANTS, "recurformer"])
+@pytest.mark.parametrize(
+    "variant",
+    slow_except(("transformer", "recurrent_transformer"), [*VARIANTS, "recurformer"]),
+)
 def test_a_model_s_decode_step_is_the_same_for_a_gpu(variant, rows):
     with all_compiled_quickly():
         model = drawn_model(variant)

@@ -99,6 +99,7 @@ def test_adapters_of_a_quantized_base_merge_in_float32():
     assert_values_close(plain_logits(whole), plain_logits(model))
 
 
+@pytest.mark.slow
 def test_a_run_of_four_bits_is_written_read_and_expanded(tmp_path):
     model = drawn(
         ModelConfig(

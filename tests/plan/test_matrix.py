@@ -58,6 +58,7 @@ def assert_as_before(cases: list[Case]) -> None:
     assert matches == []
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_a_variant_compiles_with_its_kernels_into_its_memory():
     assert_as_before(FAST)

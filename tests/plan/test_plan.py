@@ -28,6 +28,7 @@ from tests.training import tiny_experiment
 TINY = tiny_experiment.__file__
 
 
+@pytest.mark.slow
 def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     file = tmp_path / "plan.json"

@@ -13,6 +13,7 @@ from recurjax.serving.worker import AnswerStream, News
 from tests.serving.running import GREEDY, running, told
 
 
+@pytest.mark.slow
 def test_an_echoed_prompt_has_probabilities_too(server):
     plain = {"prompt": "a", "logprobs": 1, **GREEDY}
     _, answer = server.ask("/v1/completions", plain)

@@ -20,6 +20,7 @@ from recurjax.surgery.recurformer import MambaConfig, to_recurformer
 from recurjax.surgery.relaxed_recursive import recursive_stack, to_recursive
 from recurjax.types import Tokens
 from tests.convert.hf_directories import CASES, arrays
+from tests.marks import slow_except
 
 MAMBA = MambaConfig(dt_rank=2, state=3)
 FULL = 999
@@ -75,7 +76,11 @@ def row(name: str, model: Decoder, ids: jax.Array, rank: int) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=CASES)
+QUICK = ("hf/llama", "hf/gemma2", "hf/gpt_neox")
+"""One family of each kind of layer."""
+
+
+@pytest.fixture(scope="module", params=slow_except(QUICK, CASES))
 def base(request):
     model = from_hf(request.param).model
     ids = jnp.asarray(arrays(request.param)["input_ids"])

@@ -8,7 +8,7 @@ from recurjax.training.loop import train
 from tests.training.tiny_experiment import changed, config
 
 
-@pytest.mark.parametrize("last", [3, 99])
+@pytest.mark.parametrize("last", [3, pytest.param(99, marks=pytest.mark.slow)])
 def test_a_profiler_trace_of_the_asked_steps_is_left(quick_compilation, tmp_path, last):
     steps = {"steps": 4, "profile": (2, last)}
     experiment = changed(config(), training=steps, evaluation={"every": 0})

@@ -246,6 +246,7 @@ def imitation(tmp_path):
     return changed(run, model={"stack": stack}, training={"accumulation": 2})
 
 
+@pytest.mark.slow
 def test_a_step_reads_a_frozen_model_and_leaves_it_alone(
     imitation, quick_compilation, monkeypatch, tmp_path
 ):

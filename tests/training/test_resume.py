@@ -144,6 +144,7 @@ def test_a_run_goes_on_with_another_mesh(whole, stopped, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_spike_rule_and_other_evaluations(stopped, tmp_path):
     root = shutil.copytree(stopped, tmp_path / "run")
     rule = SpikeConfig(window=16, sigma=9.0, patience=4)

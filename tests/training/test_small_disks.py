@@ -12,6 +12,7 @@ from tests.source_tree import ROOT
 from tests.training.checkpoint.cases import state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.sweep)])
 def test_wherever_a_full_disk_is_noticed_the_sentence_is_the_same(every, tmp_path):
     apart = ["unshare", "--mount", "--map-root-user"]

@@ -29,6 +29,7 @@ def swept(experiments, root, **options):
     return sweep(experiments, root, console=console, **options), message.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
     quick_compilation, tmp_path
 ):
@@ -53,6 +54,7 @@ def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
     assert swept(experiments, tmp_path)[0] == reached
 
 
+@pytest.mark.slow
 def test_of_a_task_s_symbols_the_table_has_losses(quick_compilation, tmp_path):
     task = Copy(letters=4, length=16, shortest=1, longest_string=5, validation_rows=8)
     text = named("copy")

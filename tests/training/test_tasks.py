@@ -35,6 +35,7 @@ def run(quick_compilation, tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_metrics_have_accuracies_and_no_bits_a_byte(run):
     rows = [row for row in metrics(run) if row["kind"] == "validation"]
     assert [row["step"] for row in rows] == [4, 8, 12]
@@ -80,6 +81,7 @@ def test_the_runs_tokens_are_numbers(run):
     assert_refused(recurjax("generate", run, "--prompt", "three"), "not a symbol")
 
 
+@pytest.mark.slow
 def test_rows_to_test_on_may_be_longer_than_those_to_learn_from(
     quick_compilation, tmp_path
 ):

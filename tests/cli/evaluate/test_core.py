@@ -97,6 +97,7 @@ def evaluate(run, *options):
     return json.loads(out), err
 
 
+@pytest.mark.slow
 def test_a_latent_memory_has_its_score_and_the_one_without_it(
     latent, choices, tasks, tmp_path
 ):

@@ -26,6 +26,7 @@ def text(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_a_file_gets_loss_perplexity_and_bits_per_byte(finished, text, tmp_path):
     out = tmp_path / "out.json"
     got = evaluate(finished, "--text", text, "--batch", 2, "--json", out)

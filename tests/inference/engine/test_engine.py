@@ -88,6 +88,7 @@ def test_the_eos_ends_a_request_and_can_be_ignored(cycle):
     assert bytes(going).decode() == LETTERS[1:21]
 
 
+@pytest.mark.slow
 def test_pieces_of_text_come_before_the_end_and_are_those_of_generate(speller, cycle):
     request = speller.submit(list(b"x"), greedy(stop=("ijkl",)))
     seen = []
@@ -241,6 +242,7 @@ def run_many(engine, count: int) -> None:
     assert not engine._texts
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_many_requests(engine):
     run_many(engine, 120)
 
@@ -382,6 +384,7 @@ def test_much_padding_is_another_call(count, parts):
     assert matches == parts
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_read_in_parts_has_the_same_tokens(monkeypatch):
     sizes = EngineConfig(slots=2, length=48, prefill_tokens=32, steps=3)
     engine = build_engine(build_model("rnn"), sizes)

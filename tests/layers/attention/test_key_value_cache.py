@@ -182,7 +182,11 @@ def test_tokens_are_written_for_tpus_as_for_others(axes, padded, T):
 
 
 @pytest.mark.parametrize(
-    ("case", "share"), [("narrow_decoding", 0.1), ("narrow_prompt", 0.4)]
+    ("case", "share"),
+    [
+        pytest.param("narrow_decoding", 0.1, marks=pytest.mark.slow),
+        ("narrow_prompt", 0.4),
+    ],
 )
 def test_narrow_heads_caches_lie_in_a_tpu_as_they_come(case, share):
     """A scatter held both caches of all layers filled up: 2.6 times their bytes.

@@ -112,6 +112,7 @@ def test_gradients_of_several_groups_are_the_reference_s():
 
 # Rows stand at 5 and 3 slots of the cache, then at 19 and 17: two programs' rows read
 # chunks of it that one of them has not filled.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

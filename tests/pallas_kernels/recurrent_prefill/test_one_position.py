@@ -85,6 +85,7 @@ def test_a_step_is_that_of_the_loop_over_tiles(case, device, monkeypatch):
     assert new.written.tolist() == want.written.tolist() == new.position.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -101,6 +101,7 @@ def test_each_bias_stands_for_itself(absent):
         assert_gradients_close(got[1], want[1], "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [(BLOCKED, "prefix"), slow(GROUPED, "wavefront"), slow(PLAIN, "prefix")],

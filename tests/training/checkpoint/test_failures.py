@@ -165,6 +165,7 @@ def test_a_killed_removal_is_ignored_and_finished_by_the_next_save(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_two_processes_save_what_one_restores(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -120,6 +120,7 @@ def test_the_backbone_is_nanochats(path):
     assert config.flops_per_token(T) == case["flops_per_token"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OFFICIAL)
 def test_interleaved_training_is_the_authors(path):
     case = load(path)

@@ -257,6 +257,7 @@ def test_gradients_flow_through_the_buffer(ids):
     assert jnp.abs(w_v - cut_w_v).max() > 1e-2 * jnp.abs(w_v).max()
 
 
+@pytest.mark.slow
 def test_a_batch_in_parts_whose_passes_have_unlike_targets_gives_the_same_step():
     model = build(small(MemoryConfig(sources=(1,)), layers=1, windows="L"))
     ids = jnp.asarray(draw_ids(VOCABULARY, T)[:2])
@@ -304,6 +305,7 @@ def test_sweeps_end_at_the_exact_recurrence(ids):
     assert_values_close(all_of_them[1].states, want.states)
 
 
+@pytest.mark.slow
 def test_sweeps_go_on_from_a_cache_and_forget_at_resets(ids):
     model = build(SWITCHES["keys, averaged lags, reset"])
     exact, _ = run(model, ids, model.init_cache(B, 0))

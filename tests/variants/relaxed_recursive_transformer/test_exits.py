@@ -113,6 +113,7 @@ def golden_model(case):
     return with_parameters(config, by_name), meta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", golden_cases("relaxed_recursive_transformers/exits_*.npz")
 )
@@ -187,6 +188,7 @@ def test_whole_rows_leave_as_texts_do_token_by_token(missing):
     assert len(set(text.loops[1:])) > 1  # some left, some did not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "missing",
     [

@@ -114,6 +114,7 @@ def test_a_fresh_model_of_any_rank_is_the_one_without_additions(ids):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_eight_devices_compute_what_one_does(ids):
     model = build(small(rank=2, tie_norms=False, **LLAMA))
     rows = np.concatenate([ids, ids[::-1]])

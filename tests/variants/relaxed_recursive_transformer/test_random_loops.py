@@ -72,6 +72,7 @@ def test_loops_known_at_run_time_are_those_of_the_model_with_so_many(last, batch
         assert_values_close(repeated(model, jnp.int32(loops)), want)
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradients_are_those_of_the_number_drawn(batch):
     objective, model = RandomLoops(mean=3.0, most=4), build(CONFIG)
     loops = int(objective.loops(batch))
