@@ -50,6 +50,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 import tyro
 from flax import nnx
@@ -1388,6 +1389,9 @@ def main(options: Options) -> int:
     limits = {"seconds": options.seconds, "gigabytes": options.gigabytes}
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         base = Path(folder)
+        # Of all cases: each compiles what the one before it did.
+        jax.config.update("jax_compilation_cache_dir", str(base / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         # Whatever starts threads runs in another process: they do not outlive a fork.
         _made(lambda: make_base(base), limits)
         wholes = {"prepared": _made(lambda: _read_prepared(base / "prepared"), limits)}

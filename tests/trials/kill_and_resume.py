@@ -33,6 +33,7 @@ from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
+from recurjax.files.metric_rows import read_rows
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig
@@ -135,7 +136,7 @@ def contents(root: Path) -> Contents:
     checkpoints.close()
     if restored is None:
         raise UserError(f"{root} has no checkpoint")
-    rows = map(json.loads, run.metrics.read_text().splitlines())
+    rows = read_rows(run.metrics).rows  # a line that was cut off is none yet
     return Contents(
         step=step,
         arrays={n: np.asarray(x).tobytes() for n, x in named(restored.tree).items()},
