@@ -118,16 +118,19 @@ class AnswersDataset(RowsOfText):
         Args and errors are those of `Dataset.loader`.
         """
         if split not in ("train", "validation"):
-            raise ValueError(f"AnswersDataset: need train or validation, got {split!r}")
+            raise ValueError(
+                f"AnswersDataset: split must be train or validation, got {split!r}"
+            )
         if length < 1 or batch < 1:
             raise ValueError(
-                f"AnswersDataset: need length, batch >= 1, got {length}, {batch}"
+                "AnswersDataset: length and batch must be at least 1, got "
+                f"{length} and {batch}"
             )
         questions = self.split(split)
         if not questions:
             raise UserError(
-                f"no example is left for {split} of {len(self.examples)}: give more "
-                "examples, or another validation_fraction"
+                f"the {split} split holds none of the {len(self.examples)} "
+                "examples: add examples or change validation_fraction"
             )
         examples = [fitted(example, length) for example in questions]
         plan = [[number] for number in range(len(examples))]
@@ -213,7 +216,10 @@ def open_answers(config: DataConfig, tokenizer: Tokenizer) -> AnswersDataset:
     else:
         examples = _pairs(corpus, tokenizer)
     if not examples:
-        raise UserError(f"there are no examples in {', '.join(corpus.patterns)}")
+        raise UserError(
+            f"{', '.join(corpus.patterns)} holds no examples: name files with "
+            "at least one"
+        )
     # A fraction above 0 keeps at least one example for validation.
     held_out = round(config.held_out * len(examples))
     held_out = max(held_out, int(config.held_out > 0))
@@ -232,8 +238,8 @@ def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
         source = tokenizer.settings.template
     if source is None:
         raise UserError(
-            "Conversations: the tokenizer came without a chat template: name one in "
-            "the corpus' template"
+            "Conversations: the tokenizer has no chat template: set the "
+            "corpus' template"
         )
     template, talks = compiled(source, tokenizer), []
     for messages, where in read_conversations(corpus):
@@ -242,7 +248,10 @@ def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         if not turns[0].parts:
-            raise UserError(f"{where}: the template writes nothing before the answer")
+            raise UserError(
+                f"{where}: the chat template writes nothing before the answer, "
+                "which needs a prompt: use another template"
+            )
         talks.append(turns)
     # All conversations at once: the tokenizer takes them on all cores.
     texts = [[part for turn in turns for part in turn.parts] for turns in talks]
@@ -268,8 +277,8 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
     """Reads prompts with answers."""
     if tokenizer.eos is None:
         raise UserError(
-            "answers end with EOS, and the tokenizer has none: name one, as in "
-            "TokenizerFile(path=..., eos=...)"
+            "an answer ends with EOS and the tokenizer has none: name it, as "
+            "in TokenizerFile(path=..., eos=...)"
         )
     source = _template(corpus)
     template = None if source is None else compiled(source, tokenizer)
@@ -279,8 +288,9 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
         begin, parts = _prompt(line, template, tokenizer)
         if not parts:
             raise UserError(
-                f"example {number + 1} of {', '.join(corpus.patterns)}: the template "
-                "writes nothing before the answer"
+                f"example {number + 1} of {', '.join(corpus.patterns)}: the chat "
+                "template writes nothing before the answer, which needs a prompt: "
+                "use another template"
             )
         prompts.append(parts)
         begins.append(np.array(begin, np.int32))
@@ -296,8 +306,9 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
     for number, example in enumerate(examples):
         if not len(example.prompt):
             raise UserError(
-                f"example {number + 1} of {', '.join(corpus.patterns)} has an empty "
-                "prompt, and the tokenizer has no BOS to begin with: leave it out"
+                f"example {number + 1} of {', '.join(corpus.patterns)} has an "
+                "empty prompt, and the tokenizer has no BOS to start from: remove "
+                "that example"
             )
     return examples
 
@@ -324,4 +335,4 @@ def _template(corpus: Examples) -> str | None:
         return Path(corpus.template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         kind = type(corpus).__name__
-        raise UserError(f"{kind}: template cannot be read: {error}") from error
+        raise UserError(f"{kind}: cannot read the chat template: {error}") from error

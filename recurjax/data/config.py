@@ -45,7 +45,9 @@ class TextFiles:
     def __post_init__(self):
         _require_patterns(self, self.patterns)
         if self.separator == "":
-            raise UserError("TextFiles: separator must not be the empty string")
+            raise UserError(
+                "TextFiles: separator must be None or at least one character, got ''"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,8 +355,8 @@ class DataConfig:
         packed = self.packing != "concat" or self.document_segments
         if isinstance(self.corpus, Examples) and packed:
             raise UserError(
-                f"data: {type(self.corpus).__name__} lays out examples by its rows: "
-                "leave packing and document_segments out"
+                f"data: {type(self.corpus).__name__} packs examples by its field "
+                "rows: leave packing and document_segments out"
             )
 
     @property

@@ -103,7 +103,10 @@ class CorpusOptions:
         )
         kind = _guessed_format(words) if self.format == "auto" else self.format
         if self.separator is not None and kind != "text":
-            raise UserError(f"--separator is for text files, the corpus is {kind}")
+            raise UserError(
+                f"--separator splits text files only, and the corpus is {kind}: "
+                "leave it out"
+            )
         match kind:
             case "jsonl":
                 return JsonLines(patterns=words, field=self.field)
@@ -130,7 +133,8 @@ class CorpusOptions:
         if self.tokenizer is None:
             if named:
                 raise UserError(
-                    "--bos and --eos name tokens of a --tokenizer: give --tokenizer too"
+                    "--bos and --eos name tokens of --tokenizer, which is missing: "
+                    "add it"
                 )
             return None
         choice = _tokenizer(self.tokenizer)
@@ -139,7 +143,7 @@ class CorpusOptions:
         if not isinstance(choice, TokenizerFile):
             raise UserError(
                 "--bos and --eos name tokens of a tokenizer.json, and "
-                f"{self.tokenizer} has its own"
+                f"{self.tokenizer} defines its own: leave them out"
             )
         # `--eos none` says what ends documents; generated text still has its end.
         eos = None if self.eos == NONE else self.eos
@@ -221,7 +225,10 @@ def _unfolded(word: str, format: Format) -> tuple[str, ...]:
         accepted = ", ".join(
             e for e, kind in FORMAT_OF.items() if format in ("auto", kind)
         )
-        raise UserError(f"{word} is a folder without a file that ends in {accepted}")
+        raise UserError(
+            f"{word} is a folder without a file that ends in {accepted}: name "
+            "another folder or --format"
+        )
     root = word.rstrip("/")
     # A bracket in a folder's own name is no glob.
     root = root if "://" in root else glob.escape(root)
@@ -268,7 +275,9 @@ def _kind(word: str) -> str:
 
 def _only(words: tuple[str, ...], kind: str) -> str:
     if len(words) != 1:
-        raise UserError(f"name one {kind} folder, got {', '.join(words)}")
+        raise UserError(
+            f"--corpus takes exactly one {kind} folder, got {', '.join(words)}"
+        )
     return words[0]
 
 
@@ -282,7 +291,10 @@ def _tokenizer(text: str) -> TokenizerConfig:
                 f"--tokenizer {kind} needs a vocabulary size, such as {kind}:8192"
             )
         if not size.isdecimal():
-            raise UserError(f"--tokenizer {kind}:SIZE needs a number, got {size!r}")
+            raise UserError(
+                f"--tokenizer {kind}:SIZE needs an integer SIZE, such as "
+                f"{kind}:8192, got {size!r}"
+            )
         return _TRAINED[kind](vocabulary=int(size))
     return TokenizerFile(path=text)
 

@@ -76,7 +76,9 @@ class Dataset(RowsOfText):
     def split(self, name: SplitName) -> Split:
         """Returns one part of the stream."""
         if name not in get_args(SplitName):
-            raise ValueError(f"Dataset.split: need train or validation, got {name!r}")
+            raise ValueError(
+                f"Dataset.split: name must be train or validation, got {name!r}"
+            )
         # The split is one cut: everything before it is for training.
         start, stop = (0, self.cut) if name == "train" else (self.cut, None)
         stop = self.stream.tokens if stop is None else stop
@@ -130,7 +132,8 @@ class Dataset(RowsOfText):
         rows = rows or (0, batch)
         if length < 1 or batch < 1:
             raise ValueError(
-                f"Dataset.loader: need length, batch >= 1, got {length}, {batch}"
+                "Dataset.loader: length and batch must be at least 1, got "
+                f"{length} and {batch}"
             )
         if not 0 <= rows[0] < rows[1] <= batch:
             raise ValueError(
@@ -366,9 +369,9 @@ def _open_mixture(
 def _shared_tokenizer(config: DataConfig, mixture: Mixture) -> Tokenizer:
     if isinstance(config.tokenizer, Bpe | NanochatBpe):
         raise UserError(
-            "no tokenizer can be trained on a mixture: train one on the part that "
-            "it is for, with `recurjax data prepare`, and name it by "
-            "TokenizerFile(path=...)"
+            f"data.tokenizer: {type(config.tokenizer).__name__} cannot be "
+            "trained on a mixture: train it on one part with `recurjax data "
+            "prepare` and use TokenizerFile(path=...)"
         )
     return build_tokenizer(config.tokenizer, mixture, validation_fraction=0.0)
 
@@ -380,9 +383,9 @@ def _open_prepared(
     manifest = read_manifest(folder)
     if tokenizer is None and isinstance(config.tokenizer, Bpe | NanochatBpe):
         raise UserError(
-            f"{directory} holds tokens already: name its tokenizer, "
-            f'TokenizerFile(path="{directory}/{TOKENIZER}"), in place of '
-            f"{type(config.tokenizer).__name__}"
+            f"{directory} holds tokens already, so "
+            f"{type(config.tokenizer).__name__} cannot be trained: use its own "
+            f'tokenizer, TokenizerFile(path="{directory}/{TOKENIZER}")'
         )
     tokenizer = tokenizer or build_tokenizer(
         config.tokenizer, corpus, validation_fraction=manifest.validation_fraction
@@ -396,8 +399,9 @@ def _open_prepared(
     if config.validation_fraction not in (None, manifest.validation_fraction):
         raise UserError(
             f"{directory} was prepared with validation_fraction "
-            f"{manifest.validation_fraction}, the config says "
-            f"{config.validation_fraction}: leave it out or prepare again"
+            f"{manifest.validation_fraction}, the config has "
+            f"{config.validation_fraction}: leave it out or prepare the data "
+            "again"
         )
     # Hash the shards' checksums, which saves reading the tokens.
     shards = [shard.sha256 for shard in manifest.shards]
@@ -427,22 +431,24 @@ def _check_long_enough(part: Split, length: int) -> None:
     needed = length + 1 if part.name == "train" else 2
     if part.tokens < needed:
         raise UserError(
-            f"the {part.name} split has {part.tokens} tokens, a row of length {length} "
-            f"needs {needed}: use more text, a shorter length or another "
-            "validation_fraction"
+            f"the {part.name} split has {part.tokens} tokens and a row of "
+            f"length {length} needs {needed}: use more text, a shorter length "
+            "or another validation_fraction"
         )
 
 
 def _check_packable(part: Split, tokenizer: Tokenizer, *, least: int) -> None:
     if tokenizer.bos is None:
         raise UserError(
-            "best_fit packing needs a tokenizer with BOS: name one, or use concat"
+            "data.packing best_fit needs a tokenizer with BOS: use one that "
+            "has it, or packing concat"
         )
     count = len(part.document_starts())
     if count < least:
         raise UserError(
-            f"best_fit packing crops a document to a row, and {count} of them begin in "
-            f"the {part.name} split: use concat, or another validation_fraction"
+            f"data.packing best_fit needs at least {least} documents in the "
+            f"{part.name} split, which has {count}: use packing concat or "
+            "another validation_fraction"
         )
 
 

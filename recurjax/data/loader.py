@@ -264,17 +264,17 @@ class Batches:
         saved = state["loader"]
         if "shuffle" in self._identity and "shuffle" not in saved:
             raise UserError(
-                "the saved place in the data is of an older recurjax, which shuffled "
-                "these rows in another order: resume with that version, or start a new "
-                "run"
+                "the checkpoint's position in the data is from an older recurjax, "
+                "which shuffled rows in another order: resume with that version "
+                "or start a new run"
             )
         for name, value in self._identity.items():
             # Compared by the saved value: a field that is missing there differs too.
             if saved.get(name) != value:
                 raise UserError(
-                    f"the saved place in the data was made with {name} "
-                    f"{saved.get(name)}, now it is {value}: restore that setting or "
-                    "start a new run"
+                    f"the checkpoint's position in the data was saved with {name} "
+                    f"{saved.get(name)}, the config has {value}: restore that setting "
+                    "or start a new run"
                 )
         self._iterator.set_state(state["position"])
 

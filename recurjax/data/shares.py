@@ -88,8 +88,9 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
     parts = [part // common for part in parts]
     if sum(parts) > LONGEST:
         raise UserError(
-            f"the weights {', '.join(map(str, weights))} are no multiples of a "
-            f"{LONGEST:,}th of their sum: round them, to 0.25 or 0.001 say"
+            f"the weights {', '.join(map(str, weights))} are not multiples of "
+            f"a {LONGEST:,}th of their sum: round them, for example to 0.25 or "
+            "0.001"
         )
     return parts
 

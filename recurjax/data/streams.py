@@ -106,7 +106,9 @@ def closing(tokenizer: Tokenizer, ends: bool | None) -> list[int]:
     if not ends:
         return []
     if tokenizer.eos is None:
-        raise UserError("the tokenizer has no EOS to put after each document")
+        raise UserError(
+            "the tokenizer has no EOS to end documents with: use one that has it"
+        )
     return [tokenizer.eos]
 
 

@@ -130,8 +130,11 @@ REFUSED = [
     (("--corpus", "gs//a.txt", "--tokenizer", "no.json"), "no tokenizer at no.json"),
     (("--corpus", "gopher://a/b.txt"), "nothing can be read at gopher://, only"),
     (("--field", "body"), "say how to read --corpus FILES: name the files too"),
-    (("--bos", "<s>"), "name tokens of a --tokenizer: give --tokenizer too"),
-    (("--corpus", "{}/lines", "--separator", "x"), "--separator is for text files"),
+    (("--bos", "<s>"), "name tokens of --tokenizer, which is missing"),
+    (
+        ("--corpus", "{}/lines", "--separator", "x"),
+        "--separator splits text files only",
+    ),
     (
         ("--data.corpus", "my.txt"),
         "--data.corpus: data.corpus is EmbeddedText here, one of EmbeddedText, "

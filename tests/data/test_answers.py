@@ -125,7 +125,7 @@ def test_epochs_resume_and_divisions_are_exact(file, rows):
             np.testing.assert_array_equal(joined, batch[name])
     np.testing.assert_array_equal(next(resumed)["ids"], want[2]["ids"])
     other = opened(written(file, *pairs(22)), rows=rows)
-    with pytest.raises(UserError, match="saved place in the data was made with data"):
+    with pytest.raises(UserError, match="position in the data was saved with data"):
         iter(other.loader("train", length=24, batch=3)).set_state(state)
 
 
@@ -189,7 +189,7 @@ def test_a_templates_special_tokens_are_those_of_a_served_chat(tmp_path, first):
     # A prompt that no template wrote begins with the tokenizer's BOS.
     assert plain.prompt.tolist() == [tokenizer.bos, *tokenizer.encode(start)]
     template.write_text("")
-    with pytest.raises(UserError, match="example 1 of .*the template writes nothing"):
+    with pytest.raises(UserError, match="example 1 of .*template writes nothing"):
         open_dataset(config)
 
 
@@ -227,29 +227,32 @@ def test_what_is_no_example_is_told_in_a_sentence(tmp_path):
     bad = tmp_path / "bad.jsonl"
     chat = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     for line, pattern in [
-        ({"prompt": "a"}, r"bad.jsonl:1 has no text in the field 'answer'.*: prompt"),
-        ({"prompt": "a", "answer": 3}, "has no text in the field 'answer'"),
+        ({"prompt": "a"}, r"bad.jsonl:1 needs .* in the field 'answer'.*: prompt"),
+        (
+            {"prompt": "a", "answer": 3},
+            "needs messages or a text in the field 'answer'",
+        ),
         (["a"], "must be a JSON object, got list"),
-        ({"messages": chat}, "the last one the assistant's"),
-        ({"messages": "ab"}, "messages must be objects"),
+        ({"messages": chat}, "the last with the role assistant"),
+        ({"messages": "ab"}, "messages must be a list"),
     ]:
         bad.write_text(json.dumps(line) + "\n")
         with pytest.raises(UserError, match=pattern):
             opened(bad)
     bad.write_text("{")
-    with pytest.raises(UserError, match="bad.jsonl:1 is not JSON"):
+    with pytest.raises(UserError, match="bad.jsonl:1 is not valid JSON"):
         opened(bad)
     bad.write_text("\n")
-    with pytest.raises(UserError, match="there are no examples in .*bad.jsonl"):
+    with pytest.raises(UserError, match="bad.jsonl holds no examples"):
         opened(bad)
     corpus = PromptAnswer(patterns=(str(written(bad, *pairs(2))),))
-    with pytest.raises(UserError, match="the tokenizer has none: name one"):
+    with pytest.raises(UserError, match="the tokenizer has none: name it"):
         open_dataset(DataConfig(corpus=corpus, tokenizer=Bytes(bos=False)))
     with pytest.raises(UserError, match="leave packing and document_segments out"):
         DataConfig(corpus=corpus, tokenizer=Bytes(), document_segments=True)
-    with pytest.raises(UserError, match="PromptAnswer: template cannot be read"):
+    with pytest.raises(UserError, match="PromptAnswer: cannot read the chat template"):
         opened(bad, template=str(tmp_path / "none.jinja"))
-    with pytest.raises(UserError, match="no example is left for validation of 2"):
+    with pytest.raises(UserError, match="validation split holds none of the 2 ex"):
         opened(bad, fraction=0.0).loader("validation", length=8, batch=1)
 
 

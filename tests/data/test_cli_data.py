@@ -86,7 +86,10 @@ def test_options_reach_the_corpus(files):
     "args, message",
     [
         (["--corpus", "embedded", "--tokenizer", "bpe"], "needs a vocabulary size"),
-        (["--corpus", "embedded", "--tokenizer", "bpe:x"], "needs a number, got 'x'"),
+        (
+            ["--corpus", "embedded", "--tokenizer", "bpe:x"],
+            "needs an integer SIZE, .*got 'x'",
+        ),
         (
             ["--corpus", "embedded", "--tokenizer", "nanochat-bpe:99"],
             r"NanochatBpe\.vocabulary: must be >= 265 and <= 2\^24, got 99",
@@ -94,8 +97,11 @@ def test_options_reach_the_corpus(files):
         (["--corpus", "embedded", "--tokenizer", "/nowhere"], "no tokenizer at"),
         (["--corpus", "/nowhere/*"], "no file matches '/nowhere/"),
         (["--corpus", "a.jsonl", "b.txt"], "mixes jsonl and text"),
-        (["--corpus", "a.jsonl", "--separator", "x"], "--separator is for text files"),
-        (["--corpus", "a", "b", "--format", "tfds"], "name one TFDS folder"),
+        (
+            ["--corpus", "a.jsonl", "--separator", "x"],
+            "--separator splits text files only",
+        ),
+        (["--corpus", "a", "b", "--format", "tfds"], "takes exactly one TFDS folder"),
         (["--corpus", "/nowhere", "--format", "tfds"], "is not a TFDS data set"),
     ],
 )

@@ -100,7 +100,7 @@ def test_opening_twice_gives_the_same_fingerprint(small, tmp_path):
 
 def test_a_split_shorter_than_a_row_is_refused(small):
     dataset = open_dataset(embedded(corpus=small))
-    with pytest.raises(UserError, match="train split has 27 tokens, .* needs 28"):
+    with pytest.raises(UserError, match="train split has 27 tokens and .* needs 28"):
         dataset.loader("train", length=27, batch=1)
     dataset.loader("train", length=26, batch=1)
     none = open_dataset(embedded(corpus=small, validation_fraction=0.0))
@@ -113,7 +113,7 @@ def test_best_fit_needs_bos_and_documents(small):
     with pytest.raises(UserError, match="needs a tokenizer with BOS"):
         plain.loader("train", length=8, batch=1)
     one = open_dataset(embedded(corpus=small, packing="best_fit", tokenizer=Bytes()))
-    with pytest.raises(UserError, match="and 1 of them begin in the train split"):
+    with pytest.raises(UserError, match="in the train split, which has 1: use"):
         one.loader("train", length=8, batch=1)
 
 

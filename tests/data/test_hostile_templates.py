@@ -163,11 +163,11 @@ def test_a_template_has_bounds_where_none_are_named():
 def test_a_process_that_was_killed_is_started_again(process):
     assert process.render("a", [{}]) == ["a"]
     process._process.kill()
-    with pytest.raises(UserError, match="the process that renders it died"):
+    with pytest.raises(UserError, match="the process that renders it ended"):
         process.render("a", [{}])
     assert process.render("a", [{}]) == ["a"]
 
 
 def test_what_is_no_json_is_refused_in_a_sentence(process):
-    with pytest.raises(UserError, match="the chat template cannot take this"):
+    with pytest.raises(UserError, match="the messages or options do not fit into JSON"):
         process.render("a", [{"x": object()}])

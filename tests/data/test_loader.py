@@ -234,16 +234,16 @@ def test_the_state_is_small(many):
 )
 def test_a_place_in_other_batches_is_refused(many, name, options):
     state = iter(loader_of(many, KINDS[0])).get_state()
-    with pytest.raises(UserError, match=f"was made with {name}"):
+    with pytest.raises(UserError, match=f"was saved with {name}"):
         iter(loader_of(many, KINDS[0], **options)).set_state(state)
 
 
 def test_a_place_in_other_data_or_packing_is_refused(many):
     state = iter(loader_of(many, KINDS[0])).get_state()
-    with pytest.raises(UserError, match="was made with packing concat"):
+    with pytest.raises(UserError, match="was saved with packing concat"):
         iter(loader_of(many, KINDS[1])).set_state(state)
     other = open_dataset(DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()))
-    with pytest.raises(UserError, match="was made with data"):
+    with pytest.raises(UserError, match="was saved with data"):
         iter(other.loader("train", length=T, batch=B)).set_state(state)
 
 
@@ -255,7 +255,7 @@ def test_a_place_in_another_order_of_the_rows_is_refused(many, kind, monkeypatch
     older["loader"].pop("shuffle", None)
     if kind[0] == "validation":  # in order, as ever
         return iter(loader_of(many, kind)).set_state(older)
-    with pytest.raises(UserError, match="of an older recurjax, which shuffled these"):
+    with pytest.raises(UserError, match="from an older recurjax, which shuffled"):
         iter(loader_of(many, kind)).set_state(older)
     # The order of large sets is theirs; of a packed corpus they saved the plan alone.
     monkeypatch.setattr(shuffle, "LARGEST_TABLE", 0)

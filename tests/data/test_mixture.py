@@ -176,7 +176,7 @@ def test_a_place_is_resumed_exactly_and_by_any_division(parts, packing):
     heavier = (dataclasses.replace(parts[0], weight=0.6), *parts[1:])
     reweighted = open_dataset(data(Mixture(parts=heavier), packing))
     loader = reweighted.loader("train", length=LENGTH, batch=BATCH)
-    with pytest.raises(UserError, match="made with data"):
+    with pytest.raises(UserError, match="saved with data"):
         iter(loader).set_state(state)
 
 
@@ -217,7 +217,7 @@ def test_prepared_parts_are_the_same_rows_and_need_one_tokenizer(parts, tmp_path
     with pytest.raises(UserError, match="part p1 of the mixture: .* another tokenizer"):
         open_dataset(other)
     trained = dataclasses.replace(other, tokenizer=Bpe(vocabulary=300))
-    with pytest.raises(UserError, match="no tokenizer can be trained on a mixture"):
+    with pytest.raises(UserError, match="cannot be trained on a mixture"):
         open_dataset(trained)
 
 
@@ -276,16 +276,16 @@ def test_what_is_no_mixture_is_one_sentence(parts):
                     dataclasses.replace(parts[1], weight=0.6666667),
                 )
             ),
-            "the weights 0.3333333, 0.6666667 are no multiples of a 100,000th",
+            "the weights 0.3333333, 0.6666667 are not multiples of a 100,000th",
         ),
         (
             lambda: Mixture(
                 parts=parts[:2],
                 reweightings=(Reweighting(step=4, weights=(0.3333333, 0.5)),),
             ),
-            "the weights 0.3333333, 0.5 are no multiples of a 100,000th",
+            "the weights 0.3333333, 0.5 are not multiples of a 100,000th",
         ),
-        (lambda: Shares([(0, (0.123456789, 0.5))]), "round them, to 0.25 or 0.001"),
+        (lambda: Shares([(0, (0.123456789, 0.5))]), "for example to 0.25 or 0.001"),
     ):
         with pytest.raises(UserError, match=message) as raised:
             make()

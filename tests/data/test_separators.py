@@ -90,9 +90,9 @@ def test_tokens_that_cannot_separate_are_refused(corpus, tmp_path):
     paths = ("--out", str(tmp_path / "out"), "--corpus", corpus.patterns[0])
     file = definition(tmp_path, T5)
     for words, message in (
-        (("--tokenizer", "bytes", "--bos", "none"), "and bytes has its own"),
-        (("--tokenizer", "bpe:300", "--eos", "</s>"), "and bpe:300 has its own"),
-        (("--tokenizer", str(file), "--bos", "<s>"), "no token '<s>' to serve as BOS"),
+        (("--tokenizer", "bytes", "--bos", "none"), "and bytes defines its own"),
+        (("--tokenizer", "bpe:300", "--eos", "</s>"), "and bpe:300 defines its own"),
+        (("--tokenizer", str(file), "--bos", "<s>"), "no token '<s>' to use as BOS"),
         (("--max-tokens", "0"), "--max-tokens: must be >= 1, got 0"),
     ):
         with pytest.raises(UserError, match=message):

@@ -63,7 +63,10 @@ class TemplateProcess:
         try:
             data = json.dumps(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"the chat template cannot take this: {error}") from error
+            raise UserError(
+                "the messages or options do not fit into JSON, which the chat "
+                f"template reads: {error}"
+            ) from error
         with self._lock:
             try:
                 answer = json.loads(self._answer(data))
@@ -95,14 +98,14 @@ class TemplateProcess:
         if code == -signal.SIGXCPU:
             reason = f"it takes more than {self._seconds} s of processor time"
         else:
-            reason = f"the process that renders it died (exit code {code})"
+            reason = f"the process that renders it ended with exit code {code}"
         raise UserError(f"the chat template fails: {reason}")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid():
             return self._process
         if importlib.util.find_spec("jinja2") is None:
-            raise UserError("chat templates need jinja2: pip install recurjax[serve]")
+            raise UserError("chat templates need jinja2: pip install 'recurjax[serve]'")
         command = [sys.executable, "-P", program.__file__]
         self._process = subprocess.Popen(
             [*command, *map(str, self._limits)],

@@ -76,7 +76,7 @@ def _texts(request: dict[str, Any], characters: int) -> dict[str, Any]:
     except _Refused as error:
         return {"refuses": _sentence(error)}
     except RecursionError:
-        return {doing: "it is nested too deep, or calls itself without end"}
+        return {doing: "it is nested too deeply, or calls itself without end"}
     except MemoryError:
         raise
     except Exception as error:

@@ -193,8 +193,9 @@ class ChatTemplate:
         before, *rest = text.split(OPENED)
         if not rest:
             raise UserError(
-                "the chat template marks what the model generates, but nothing of this "
-                "conversation"
+                "the chat template marks generated text, but none in this "
+                "conversation: give it an assistant's message that the template "
+                "writes"
             )
         for piece in rest:
             said, after = piece.split(CLOSED, 1)
@@ -216,8 +217,9 @@ class ChatTemplate:
         for opened, closed in zip(texts, texts, strict=True):
             if not opened.startswith(before) or not closed.startswith(opened):
                 raise UserError(
-                    "the chat template writes the beginning of a conversation "
-                    "otherwise once it goes on: where an answer begins is unknown"
+                    "the chat template rewrites earlier messages as a conversation "
+                    "grows, so the start of an answer is unknown: mark answers in the "
+                    "template with {% generation %}"
                 )
             stretches.append((opened[len(before) :], False))
             stretches.append((closed[len(opened) :], True))
@@ -331,8 +333,9 @@ def _marks(named: Mapping[str, int], values: Any) -> dict[str, str]:
     marks = {name: "".join(itertools.islice(free, len(name))) for name in names}
     if any(len(name) != len(mark) for name, mark in marks.items()):
         raise UserError(
-            "a conversation has too many characters of Unicode's last private plane, "
-            "which mark names of special tokens: leave some of them out"
+            "a conversation uses too many characters of Unicode's last "
+            "private plane, which stand for names of special tokens: remove "
+            "some of them"
         )
     return marks
 

@@ -71,12 +71,13 @@ def read_corpus(corpus: Corpus) -> CorpusReading:
         # Tokens cannot be turned back into the text that another tokenizer would need.
         case Prepared():
             raise UserError(
-                f"{corpus.directory} is a prepared directory: it holds tokens, not text"
+                f"{corpus.directory} holds tokens, not text: name the text that it "
+                "was prepared from"
             )
         case Mixture():
             raise UserError(
-                "a mixture is not a single text: name one of its parts, or give it a "
-                "tokenizer from disk, such as `recurjax data prepare` writes"
+                "a mixture has no single text to read: name one of its parts, or "
+                "a tokenizer from disk, such as `recurjax data prepare` writes"
             )
         case _:
             assert_never(corpus)
@@ -125,8 +126,8 @@ def read_conversations(corpus: Conversations) -> Iterator[Conversation]:
             parsed = _messages_of(row[corpus.field])
             if not any(role == "assistant" for role, _ in parsed):
                 raise UserError(
-                    f"{where}: {corpus.field} must be objects with role and content, "
-                    "at least one of them the assistant's"
+                    f"{where}: {corpus.field} must be a list of objects with role and "
+                    "content, at least one with the role assistant"
                 )
             messages = tuple({"role": role, "content": text} for role, text in parsed)
             yield Conversation(messages, where)
@@ -167,7 +168,7 @@ def _with_text(documents: Iterator[Document], corpus: Corpus) -> Iterator[Docume
             empty = False
             yield document
     if empty:
-        raise UserError(f"the corpus holds no text: {corpus}")
+        raise UserError(f"the corpus holds no text: {corpus}; name files that do")
 
 
 def _per_file(
@@ -257,7 +258,7 @@ def _as_messages(row: Any, where: str, corpus: PromptAnswer) -> Messages:
     for field in (corpus.prompt, corpus.answer):
         if not isinstance(row.get(field), str):
             raise UserError(
-                f"{where} has no text in the field {field!r}, nor messages; it has: "
+                f"{where} needs messages or a text in the field {field!r}; it has: "
                 f"{_names(row)}"
             )
     prompt, answer = (
@@ -270,8 +271,8 @@ def _conversation(messages: Any, where: str) -> Messages:
     parsed = _messages_of(messages)
     if len(parsed) < 2 or parsed[-1][0] != "assistant":
         raise UserError(
-            f"{where}: messages must be objects with role and content, at least two, "
-            "and the last one the assistant's"
+            f"{where}: messages must be a list of at least two objects with "
+            "role and content, the last with the role assistant"
         )
     return Messages(tuple(parsed[:-1]), parsed[-1][1])
 
@@ -299,9 +300,9 @@ def _row(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
     except RecursionError:
-        raise UserError(f"{where} is not JSON: it is nested too deep") from None
+        raise UserError(f"{where} is not valid JSON: it is nested too deeply") from None
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
+        raise UserError(f"{where} is not valid JSON: {error}") from error
 
 
 @contextmanager

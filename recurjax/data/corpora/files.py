@@ -59,7 +59,7 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
         place = _place_of(pattern)
         matches = place.matching(pattern)
         if not matches:
-            raise UserError(f"no file matches {pattern!r}")
+            raise UserError(f"no file matches {pattern!r}: check the path or the glob")
         for file in matches:
             name = os.path.realpath(file.name) if place is _Here else file.name
             files.setdefault(name, file)
@@ -88,7 +88,8 @@ class _Here:
             names = [name for name in sorted(matches) if os.path.isfile(name)]
         if not names and os.path.isdir(path):
             raise UserError(
-                f"no file matches {pattern!r} (a folder: name the files in it)"
+                f"no file matches {pattern!r}, which is a folder: name the files "
+                f"in it, as in {pattern}/*.txt"
             )
         return [_here(Path(name)) for name in names]
 

@@ -126,8 +126,8 @@ class PreparedStream:
                 raise UserError(f"shard {path} is missing: prepare the data again")
             if path.stat().st_size != shard.size:
                 raise UserError(
-                    f"shard {path} has {path.stat().st_size} bytes, the manifest says "
-                    f"{shard.size}: it is truncated or changed, prepare the data again"
+                    f"shard {path} has {path.stat().st_size} bytes and the manifest "
+                    f"says {shard.size}: prepare the data again"
                 )
         self._source = self._opened()
         index = directory / INDEX
@@ -166,8 +166,9 @@ class PreparedStream:
         # A shard of right size and wrong content would shift every token behind it.
         if len(source) != -(-self.tokens // self._manifest.block):
             raise UserError(
-                f"the shards in {self._paths[0].parent} hold {len(source)} records, "
-                f"which do not make the manifest's {self.tokens} tokens: prepare again"
+                f"the shards in {self._paths[0].parent} hold {len(source)} "
+                f"records, which do not match the manifest's {self.tokens} tokens: "
+                "prepare the data again"
             )
         return source
 
@@ -314,7 +315,7 @@ def read_manifest(directory: Path) -> PreparedManifest:
         ) from error
     if values.get("format") != FORMAT:
         raise UserError(
-            f"{file} is of format {values.get('format')!r}, this version reads "
+            f"{file} has format {values.get('format')!r} and this version reads "
             f"{FORMAT}: prepare the data again"
         )
     refuse_newer(values.get("version", ""), file)
@@ -324,17 +325,22 @@ def read_manifest(directory: Path) -> PreparedManifest:
     values.setdefault("version", "")
     shards = values.get("shards")
     if not isinstance(shards, list) or not shards:
-        raise UserError(f"{file} is damaged: it names no shards")
+        raise UserError(
+            f"{file} is damaged (it names no shards): prepare the data again"
+        )
     read = tuple(Shard(**_checked(Shard, shard, file)) for shard in shards)
     manifest = PreparedManifest(
         **_checked(PreparedManifest, values | {"shards": read}, file)
     )
     if manifest.dtype not in DTYPES or manifest.block < 1:
         raise UserError(
-            f"{file} is damaged: dtype {manifest.dtype!r}, block {manifest.block}"
+            f"{file} is damaged (dtype {manifest.dtype!r}, block "
+            f"{manifest.block}): prepare the data again"
         )
     if manifest.train_tokens + manifest.validation_tokens > manifest.tokens:
-        raise UserError(f"{file} is damaged: its splits exceed its tokens")
+        raise UserError(
+            f"{file} is damaged (its splits exceed its tokens): prepare the data again"
+        )
     # Older versions wrote no digest.
     if digest not in (None, _digest(written)):
         raise UserError(
@@ -359,7 +365,9 @@ def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
         )
         fits = isinstance(value, expected) and not isinstance(value, bool)
         if not fits or (isinstance(value, int | float) and not 0 <= value < 1 << 63):
-            raise UserError(f"{file} is damaged: {field.name} is {value!r}")
+            raise UserError(
+                f"{file} is damaged ({field.name} is {value!r}): prepare the data again"
+            )
         shards[field.name] = value
     return shards
 

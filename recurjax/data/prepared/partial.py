@@ -139,8 +139,8 @@ class Partial:
                 if not isinstance(before, dict) or before.get(name) != self._of[name]
             )
             raise UserError(
-                f"{self.folder} is of another preparation (other "
-                f"{', '.join(differing) or 'settings'}): give the same command again, "
+                f"{self.folder} belongs to a preparation with other settings "
+                f"({', '.join(differing) or 'all'}): give the same command again, "
                 f"or {again}"
             )
         try:
@@ -168,7 +168,7 @@ class Partial:
         for shard in shards:
             path = self.folder / shard.file
             if not path.is_file() or path.stat().st_size != shard.size:
-                raise UserError(f"{path} is not what was written: {again}")
+                raise UserError(f"{path} is damaged: {again}")
         if len(starts) != state.documents:
             raise UserError(f"{self.folder} is damaged: {again}")
         return state

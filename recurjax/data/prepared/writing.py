@@ -199,7 +199,7 @@ def merge(
     # One part's serves for all: that they name the same one was checked with the rest.
     if tokenizer.hash != of["tokenizer"]:
         raise UserError(
-            f"{by_part[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
+            f"{by_part[0][0] / TOKENIZER} did not make the tokens of its part: "
             "prepare that part again"
         )
     total = sum(manifest.tokens for manifest in manifests)
@@ -294,13 +294,13 @@ def _check(
         raise UserError(f"workers must be positive, got {workers}")
     if part is not None and not 1 <= part[0] <= part[1]:
         raise UserError(
-            f"part {part[0]}/{part[1]} does not exist: parts are counted from 1, so "
-            "the last of four is 4/4"
+            f"part {part[0]}/{part[1]} does not exist: parts are numbered from "
+            "1, so the last of four is 4/4"
         )
     if part is not None and max_tokens is not None:
         raise UserError(
-            "max_tokens counts from the corpus' beginning, which a part does not know: "
-            "leave one of them out"
+            "max_tokens counts from the beginning of the corpus, which a part "
+            "does not see: leave one of the two out"
         )
 
 
@@ -309,8 +309,8 @@ def _write_part(
 ) -> None:
     if not len(written.starts):
         raise UserError(
-            f"no document begins in part {part[0]}/{part[1]} of the corpus: choose "
-            "fewer parts"
+            f"no document begins in part {part[0]}/{part[1]} of the corpus: "
+            "use fewer parts"
         )
     with open(folder / BYTES, "wb") as file:
         np.save(file, written.document_bytes)
@@ -479,8 +479,8 @@ def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
                 f"in {partial.folder}; free some space and give the command again"
             ) from error
         raise UserError(
-            f"the disk is full: nothing was kept at {out}; free some space or "
-            "choose another disk"
+            f"the disk is full and nothing of {out} is kept: free some space "
+            "or choose another disk"
         ) from error
 
 
@@ -492,7 +492,8 @@ def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
     for folder in folders:
         if not (folder / PART).is_file():
             raise UserError(
-                f"{folder} is not a part: make one with `recurjax data prepare --part`"
+                f"{folder} is not a part of a prepared corpus: make parts with "
+                "`recurjax data prepare --part`"
             )
         of = read_json_object(folder / PART, "what a part is of")
         number, count = of.pop("part")
@@ -502,12 +503,13 @@ def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
         differing = [name for name in mine if mine[name] != first[1].get(name)]
         if differing:
             raise UserError(
-                f"{folder} and {first[0]} are parts of different preparations (other "
-                f"{', '.join(differing)}): prepare them in the same way"
+                f"{folder} and {first[0]} were prepared with different settings "
+                f"({', '.join(differing)}): prepare all parts with the same"
             )
         if number in by_number:
             raise UserError(
-                f"{folder} and {by_number[number][0]} are both part {number}/{count}"
+                f"{folder} and {by_number[number][0]} are both part "
+                f"{number}/{count}: name one of them"
             )
         by_number[number] = folder, mine
     missing = [str(n) for n in range(1, count + 1) if n not in by_number]
@@ -619,8 +621,8 @@ def encode_in_processes(
             yield from waiting.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a tokenizing process was ended from outside, for want of memory most "
-            "likely: choose fewer --workers"
+            "the system ended a tokenizing process, most likely for lack of "
+            "memory: use fewer --workers"
         ) from error
     finally:
         # Groups that nobody will read are dropped; a running one is waited for.

@@ -45,14 +45,15 @@ class Copy:
             low, high = self._lengths(split)
             if low > high:
                 raise UserError(
-                    f"Copy: strings of {low} to {high} letters in {split}: need "
-                    "shortest <= longest"
+                    f"Copy: shortest must be at most longest, got {low} and {high} in "
+                    f"{split}"
                 )
             # begin, the string, bar, the string again, end.
             if 2 * high + 3 > self.length:
                 raise UserError(
-                    f"Copy: a string of {high} letters and its copy need "
-                    f"{2 * high + 3} tokens, rows have {self.length}"
+                    f"Copy: a string of {high} letters and its copy take "
+                    f"{2 * high + 3} tokens and rows have {self.length}: shorten the "
+                    "string or raise length"
                 )
 
     @property

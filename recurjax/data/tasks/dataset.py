@@ -82,15 +82,15 @@ class TaskData(RangeChecks):
             return
         if not isinstance(self.task, Mqar):
             raise UserError(
-                f"data.order and data.stages: {type(self.task).__name__} has one "
-                "setting: leave them out"
+                "data.order and data.stages are for tasks with several settings, "
+                f"and {type(self.task).__name__} has one: leave them out"
             )
         settings = len(self.task.train)
         rising = list(self.stages) == sorted(self.stages) and self.stages[:1] == (0,)
         if self.stages and not (len(self.stages) == settings and rising):
             raise UserError(
-                f"data.stages {self.stages}: need {settings} rising steps from 0 on, "
-                "one for each setting of the task"
+                f"data.stages must have {settings} ascending steps from 0 on, one "
+                f"for each setting of the task, got {self.stages}"
             )
 
 
@@ -195,20 +195,23 @@ class TaskDataset:
           UserError: rows of the task are longer.
         """
         if split not in get_args(Split):
-            raise ValueError(f"TaskDataset: need train or validation, got {split!r}")
+            raise ValueError(
+                f"TaskDataset: split must be train or validation, got {split!r}"
+            )
         # Check here, before one of grain's threads meets a row that does not fit.
         longest = self.config.task.longest(split)
         if longest > length:
             raise UserError(
-                f"{type(self.config.task).__name__} has rows of {longest} tokens for "
-                f"{split}, batches have {length}: set --training.length {longest}"
+                f"{type(self.config.task).__name__} has {split} rows of {longest} "
+                f"tokens, which exceed the batch's length {length}: set "
+                f"--training.length {longest}"
             )
         config = self.config
         ordered = split == "validation" if in_order is None else in_order
         if ordered and self.count(split) is None:
             raise UserError(
-                f"{type(self.config.task).__name__} has new rows to learn from for "
-                "ever: read the split validation, or set the task's train_rows"
+                f"{type(self.config.task).__name__} draws training rows without "
+                "end: read the split validation, or set the task's train_rows"
             )
         order, row_length = None, None
         if not ordered and (config.order != "mixed" or config.stages):

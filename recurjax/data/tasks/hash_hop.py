@@ -63,16 +63,16 @@ class HashHop:
         check_ranges(self)
         if self.pairs < self.hops:
             raise UserError(
-                f"HashHop: a chain of {self.hops} pairs of strings of {self.size} and "
-                f"its answer need {self.length_of(self.hops)} bytes, rows have "
-                f"{self.length}"
+                f"HashHop: {self.hops} hops over strings of {self.size} letters "
+                f"take {self.length_of(self.hops)} bytes and rows have "
+                f"{self.length}: raise length or lower hops or size"
             )
         # Names are drawn again until they are new: with half of all of them free that
         # takes two draws a name.
         if self._elements() > len(ALPHABET) ** self.size // 2:
             raise UserError(
-                f"HashHop: strings of {self.size} letters are too few for "
-                f"{self.pairs} pairs of different strings: make size larger"
+                f"HashHop: size {self.size} gives too few strings for {self.pairs} "
+                "pairs of different ones: raise size"
             )
 
     @property

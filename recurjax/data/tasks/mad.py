@@ -88,7 +88,10 @@ class InContextRecall(_Mad):
         check_ranges(self)
         _require_even(self, self.length)
         if self.noise > 0 and self.noise_vocabulary < 1:
-            raise UserError("InContextRecall: noise needs a noise_vocabulary")
+            raise UserError(
+                "InContextRecall: noise needs noise_vocabulary of at least 1: set "
+                "it, or noise to 0"
+            )
         _require_pairs(self, self.vocabulary - self.noise_vocabulary)
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
@@ -155,8 +158,9 @@ class FuzzyRecall(_Mad):
         words = self.vocabulary - 1
         if words // 2 < self.key_size or words - words // 2 < self.value_size:
             raise UserError(
-                f"FuzzyRecall: a vocabulary of {self.vocabulary} has too few words for "
-                f"keys of {self.key_size} and values of {self.value_size} tokens"
+                f"FuzzyRecall: vocabulary {self.vocabulary} is too small for keys "
+                f"of {self.key_size} and values of {self.value_size} tokens: raise "
+                "it"
             )
         # A probe at the end, a probe within, and one more pair must fit.
         if self.length <= 3 * (self.key_size + self.value_size):
@@ -364,7 +368,9 @@ def _require_even(task: object, length: int) -> None:
 
 def _require_pairs(task: object, words: int) -> None:
     if words < 2:
-        raise UserError(f"{_name(task)}: no words are left for keys and values")
+        raise UserError(
+            f"{_name(task)}: vocabulary leaves no words for keys and values: raise it"
+        )
 
 
 Name = Literal[

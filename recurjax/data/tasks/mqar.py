@@ -30,8 +30,9 @@ class Setting:
         # A pair and its query take two tokens each.
         if 4 * self.pairs > self.length:
             raise UserError(
-                f"Setting: {self.pairs} pairs and as many queries need "
-                f"{4 * self.pairs} tokens, rows have {self.length}"
+                f"Setting: {self.pairs} pairs and as many queries take "
+                f"{4 * self.pairs} tokens and rows have {self.length}: raise "
+                "length or lower pairs"
             )
 
 
@@ -74,7 +75,7 @@ class Mqar:
             most = max(setting.pairs for setting in settings)
             if most > self.vocabulary // 2 - 1:
                 raise UserError(
-                    f"Mqar: {most} different keys need a vocabulary of "
+                    f"Mqar: {most} different keys need a vocabulary of at least "
                     f"{2 * most + 2}, got {self.vocabulary}"
                 )
 

@@ -44,14 +44,15 @@ class Needles:
         check_ranges(self)
         if self.keys < self.needles:
             raise UserError(
-                f"Needles: {self.needles} needles need as many different keys, got "
-                f"{self.keys}"
+                f"Needles: {self.needles} needles need at least as many different "
+                f"keys, got {self.keys}: raise keys"
             )
         # A pair and its question take three tokens.
         if self.length < 3 * self.needles:
             raise UserError(
-                f"Needles: {self.needles} needles and their questions need "
-                f"{3 * self.needles} tokens, rows have {self.length}"
+                f"Needles: {self.needles} needles and their questions take "
+                f"{3 * self.needles} tokens and rows have {self.length}: raise "
+                "length or lower needles"
             )
 
     @property

@@ -100,8 +100,9 @@ def row_of(task: Task, *, seed: int, split: Split, number: int) -> TaskRow:
         if held_out(row.ids) == (split == "validation"):
             return row
     raise UserError(
-        f"{type(task).__name__}: no row for {split} in {ATTEMPTS} draws: the task has "
-        "too few different rows to hold some out; make its rows longer"
+        f"{type(task).__name__}: {ATTEMPTS} draws give no new row for "
+        f"{split}, because the task has too few different rows: make its "
+        "rows longer"
     )
 
 

@@ -95,7 +95,7 @@ def train_bpe(
     learner.train_from_iterator(texts, trainer)
     if learner.get_vocab_size() < config.vocabulary:
         raise UserError(
-            f"the corpus yields only {learner.get_vocab_size()} BPE tokens, "
-            f"the config has {config.vocabulary}: choose a smaller vocabulary"
+            f"the corpus yields only {learner.get_vocab_size()} BPE tokens and "
+            f"the config asks for {config.vocabulary}: lower the vocabulary"
         )
     return JsonTokenizer(learner.to_str(), bos=BOS, eos=BOS)

@@ -241,8 +241,8 @@ def _added(rows: Any, file: Path) -> tuple[AddedToken, ...]:
     )
     if not good:
         raise UserError(
-            f"{file}: added_tokens_decoder must map token ids to objects with a "
-            "content and true or false for each flag"
+            f"{file}: added_tokens_decoder must map token ids to objects with "
+            "a content and flags of true or false"
         )
     return tuple(
         AddedToken(

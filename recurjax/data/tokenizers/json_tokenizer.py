@@ -149,9 +149,9 @@ class JsonTokenizer:
             before = () if begin is None else (self._ids_of[begin],)
         if len(before) > 1 or after not in ((), (self.eos,)):
             raise UserError(
-                f"its post-processor puts the tokens {list(before)} before a text and "
-                f"{list(after)} after it: at most one token before and EOS after are "
-                "supported"
+                f"its post-processor puts the tokens {list(before)} before a text "
+                f"and {list(after)} after it, and recurjax supports at most one "
+                "before and EOS after: change it"
             )
         self.bos = before[0] if before else None
         self.adds_eos = bool(after)
@@ -168,7 +168,7 @@ class JsonTokenizer:
         self.vocabulary = max(self._ids_of.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST:
             raise UserError(
-                f"its token ids must be from 0 to {_MOST - 1}, the last is "
+                f"its token ids must be from 0 to {_MOST - 1}, got "
                 f"{self.vocabulary - 1}"
             )
         model, decoder = values.get("model") or {}, values.get("decoder") or {}
@@ -277,8 +277,9 @@ class JsonTokenizer:
         )
         if plane is None:
             raise UserError(
-                "a text has characters of every stretch of Unicode's private planes, "
-                "of which one marks special tokens: leave some of them out"
+                "a text uses characters of every block of Unicode's private "
+                "planes, one of which must be free to mark special tokens: remove "
+                "some of them"
             )
         marks = {name: chr(plane + n) for n, name in enumerate(sorted(names))}
         numbers = {number: name for name, number in names.items()}
@@ -335,8 +336,9 @@ class JsonTokenizer:
             got = self._tokenizer.token_to_id(row.content)
             if got != row.id:
                 raise UserError(
-                    f"added_tokens_decoder gives {row.content!r} the id {row.id}, the "
-                    f"next free id of tokenizer.json is {got}"
+                    f"added_tokens_decoder gives {row.content!r} the id {row.id}, but "
+                    f"the next free id of tokenizer.json is {got}: correct one of the "
+                    "two"
                 )
         return self._tokenizer.to_str().encode() if missing else definition
 
@@ -385,7 +387,10 @@ class JsonTokenizer:
         if name is None:
             return None
         if name not in self._ids_of:
-            raise UserError(f"the tokenizer has no token {name!r} to serve as {role}")
+            raise UserError(
+                f"the tokenizer has no token {name!r} to use as {role}: name one "
+                "that it has"
+            )
         return self._ids_of[name]
 
     def _first_of(self, names: Sequence[str]) -> str | None:
@@ -611,7 +616,7 @@ def _library_tokenizer(definition: bytes) -> tokenizers.Tokenizer:
     try:
         library = tokenizers.Tokenizer.from_str(definition.decode())
     except Exception as error:  # the library raises the bare class
-        raise UserError(f"not a tokenizer.json: {error}") from error
+        raise UserError(f"it is not a tokenizer.json: {error}") from error
     # Rows are cut by packing, not by the tokenizer, whatever its file asks for.
     library.no_truncation()
     library.no_padding()

@@ -265,7 +265,10 @@ def load_tokenizer(
     # A folder of ours names its kind by its file; Hugging Face's has a tokenizer.json.
     if (path / BYTE_FILE).is_file():
         if bos is not None or eos is not None:
-            raise UserError(f"{path} holds a byte tokenizer: it has no token names")
+            raise UserError(
+                f"{path} is a byte tokenizer, which has no names of tokens: leave "
+                "bos and eos out"
+            )
         return _load_bytes(path / BYTE_FILE)
     if (path / SYMBOLS_FILE).is_file():
         return Symbols.load(path / SYMBOLS_FILE)

@@ -65,8 +65,8 @@ def train_nanochat_bpe(
     size = learner.get_vocab_size() + len(SPECIAL_TOKENS)
     if size < config.vocabulary:
         raise UserError(
-            f"the corpus yields only {size} BPE tokens, {config.vocabulary} were "
-            "configured: choose a smaller vocabulary"
+            f"the corpus yields only {size} BPE tokens and the config asks for "
+            f"{config.vocabulary}: lower the vocabulary"
         )
     model = learner.model
     assert isinstance(model, models.BPE)

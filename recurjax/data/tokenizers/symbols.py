@@ -48,7 +48,7 @@ class Symbols(NamelessTokens):
         vocabulary = content.get("vocabulary")
         if type(vocabulary) is not int or not 0 < vocabulary <= _MOST:
             raise UserError(
-                f"{file}: vocabulary must be a number of 1 to {_MOST}, got "
+                f"{file}: vocabulary must be an integer from 1 to {_MOST}, got "
                 f"{vocabulary!r}"
             )
         return cls(vocabulary)
@@ -66,8 +66,8 @@ class Symbols(NamelessTokens):
             known = word.isascii() and word.isdigit() and len(word) < 10
             if not known or int(word) >= self.vocabulary:
                 raise UserError(
-                    f"{word!r} is not a symbol: this model reads numbers from 0 to "
-                    f"{self.vocabulary - 1} with spaces between them"
+                    f"{word!r} is not a symbol: this model reads integers from 0 to "
+                    f"{self.vocabulary - 1}, separated by spaces"
                 )
         return np.array([int(word) for word in words], np.int32)
 

@@ -206,7 +206,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{'text': 1}", ":2 is not JSON"),
+        ("{'text': 1}", ":2 is not valid JSON"),
         ('{"body": "x", "id": 1}', ":2 has no field 'text'; it has: body, id"),
         ("[1]", ":2 has no field 'text'; it has: list"),
         ('{"text": 3}', ":2: field 'text' must be a string, got int"),

@@ -152,7 +152,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 10 + "broken\n")
     out = tmp_path / "deep" / "out"
-    with pytest.raises(UserError, match=":11 is not JSON"):
+    with pytest.raises(UserError, match=":11 is not valid JSON"):
         prepare(JsonLines(patterns=(str(path),)), ByteTokenizer(), out)
     assert list(out.parent.iterdir()) == []
 
@@ -173,7 +173,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(corpus, tmp_path, monkey
         return writer("/dev/full", options)
 
     monkeypatch.setattr(array_record_module, "ArrayRecordWriter", full)
-    with pytest.raises(UserError, match="the disk is full: nothing was kept"):
+    with pytest.raises(UserError, match="the disk is full and nothing"):
         prepare(corpus, ByteTokenizer(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -200,7 +200,7 @@ def test_a_missing_or_damaged_manifest_is_named(folder, tmp_path):
         with pytest.raises(UserError, match=r"manifest\.json is damaged"):
             opened(folder)
     manifest.write_text(text.replace('"format": 1', '"format": 9'))
-    with pytest.raises(UserError, match="is of format 9, this version reads 1"):
+    with pytest.raises(UserError, match="has format 9 and this version reads 1"):
         opened(folder)
 
 
@@ -229,7 +229,7 @@ def test_a_manifest_with_wrong_values_is_named(folder, field, value, message):
     manifest = folder / "manifest.json"
     values = json.loads(manifest.read_text()) | {field: value}
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=rf"manifest\.json is damaged: {message}"):
+    with pytest.raises(UserError, match=rf"manifest\.json is damaged \({message}"):
         opened(folder)
 
 
@@ -262,7 +262,7 @@ def test_a_truncated_or_missing_shard_is_named(folder):
     shard = shards_of(folder)[1]
     data = shard.read_bytes()
     shard.write_bytes(data[:-1000])
-    with pytest.raises(UserError, match="tokens-00001.* truncated or changed"):
+    with pytest.raises(UserError, match="tokens-00001.* bytes and the manifest says"):
         opened(folder)
     shard.unlink()
     with pytest.raises(UserError, match="tokens-00001.* is missing"):
@@ -312,7 +312,7 @@ def test_a_damaged_or_missing_index_is_named(folder):
 def test_another_tokenizer_than_the_prepared_one_is_refused(original):
     with pytest.raises(UserError, match="was prepared with another tokenizer"):
         opened(original, tokenizer=Bytes(bos=False))
-    with pytest.raises(UserError, match="in place of Bpe"):
+    with pytest.raises(UserError, match="so Bpe cannot be trained"):
         opened(original, tokenizer=Bpe(vocabulary=300))
     assert opened(original, tokenizer=Bytes()).vocabulary == 257
 
@@ -341,7 +341,7 @@ def test_a_place_in_the_data_survives_a_move_of_the_directory(original, folder):
     changed = replace(manifest, train_tokens=manifest.train_tokens - 1)
     (folder / "manifest.json").write_text(changed.to_json())
     third = iter(opened(folder).loader("train", length=32, batch=4))
-    with pytest.raises(UserError, match="was made with data"):
+    with pytest.raises(UserError, match="was saved with data"):
         third.set_state(first.get_state())
 
 
@@ -436,8 +436,8 @@ def test_parts_that_do_not_belong_together_are_told(corpus, original, tmp_path):
     for parts, said in (
         ([one], "part 2 of 2 is missing"),
         ([one, one], "are both part 1/2"),
-        ([one, other], r"different preparations \(other validation_fraction\)"),
-        ([one, third], r"different preparations \(other parts\)"),
+        ([one, other], r"different settings \(validation_fraction\)"),
+        ([one, third], r"different settings \(parts\)"),
         ([one, original], "is not a part"),
         ([], "name the parts"),
     ):
@@ -489,13 +489,13 @@ def test_what_was_stopped_goes_on_only_as_it_was_begun(corpus, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         begin("out", progress=stop_at(80))
-    with pytest.raises(UserError, match=r"another preparation \(other validation_frac"):
+    with pytest.raises(UserError, match=r"other settings \(validation_frac"):
         begin("out", validation_fraction=0.2)
     partial = tmp_path / ".out.partial"
     shard = shards_of(partial)[0]
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=f"{shard.name} is not what was written: remo"):
+    with pytest.raises(UserError, match=f"{shard.name} is damaged: remo"):
         begin("out")
     shard.write_bytes(data)
     with open(partial / "lock", "w") as held:
