@@ -10,6 +10,7 @@
 #   make triton       fetch Triton's compiler (1 GB on disk), which shows what registers
 #                     and shared memory the GPU kernels take
 #   make docs         build the site into site/ (python -m http.server -d site shows it)
+#   make docs-notebooks  run all notebooks (ten minutes); the site then has their outputs
 #   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
 #                     that the kernels compile for devices that are not here
 PYTHON ?= python3
@@ -24,7 +25,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() o
 # Neighbours share compiled programs: each process takes its part of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all test-torch compilers triton docs format clean
+.PHONY: quickstart test lint test-slow test-all test-torch compilers triton docs docs-notebooks format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -70,8 +71,12 @@ triton: $(VENV)/.installed
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(TEST_ENV) $(BIN)/python -m mkdocs build --quiet
 
+docs-notebooks: $(VENV)/.installed-docs
+	rm -rf .executed && mkdir .executed && cp -r notebooks .executed/
+	cd .executed/notebooks && $(CURDIR)/$(BIN)/python -m nbconvert --to notebook --execute --inplace --log-level WARN *.ipynb
+
 clean:
-	rm -rf $(VENV) .venv-torch site
+	rm -rf $(VENV) .venv-torch .executed site
 
 # Another interpreter makes the environment anew.
 $(MADE):

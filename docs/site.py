@@ -26,6 +26,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = "docs/reference"
+EXECUTED = ROOT / ".executed"
+"""Where `make docs-notebooks` writes notebooks with their outputs."""
 OPS = ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan")
 API = (
     "recurjax",
@@ -55,8 +57,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(set(paths)):
         name = path.relative_to(ROOT).as_posix()
         if path.is_file() and path.suffix != ".py":
+            source = EXECUTED if (EXECUTED / name).is_file() else ROOT
             pages.append(
-                File(name, str(ROOT), config.site_dir, config.use_directory_urls)
+                File(name, str(source), config.site_dir, config.use_directory_urls)
             )
     os.environ["COLUMNS"] = "92"
     content = {

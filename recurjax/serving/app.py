@@ -245,6 +245,7 @@ class App:
         *,
         largest: int,
         values: int = MOST_IDS,
+        longest: int = LARGEST_BODY,
     ) -> T:
         """Returns what `read` makes of a body; it runs in the pool for a large one.
 
@@ -253,6 +254,7 @@ class App:
           read: takes the JSON object.
           largest: bytes that the body may have.
           values: commas, brackets and texts that it may have.
+          longest: bytes that a text may have.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         if kind.lower() != "application/json":
@@ -284,9 +286,10 @@ class App:
                 raise RequestError(
                     413, f"a body of {request.url.path} may have {largest:,} bytes here"
                 )
+            parse = partial(read_body, data, values=values, longest=longest)
             if len(data) < _SMALL_BODY:
-                return read(read_body(data, values))
-            return await self._in_pool(lambda: read(read_body(data, values)))
+                return read(parse())
+            return await self._in_pool(lambda: read(parse()))
         except TimeoutError:
             raise RequestError(
                 408, f"the body has not come within {BODY_SECONDS:g} s"
@@ -294,8 +297,8 @@ class App:
         finally:
             self._held -= len(data)
 
-    def _room(self, *, chat: bool) -> tuple[int, int]:
-        """Returns the most bytes and JSON values of a body that a model can use.
+    def _room(self, *, chat: bool) -> dict[str, int]:
+        """Returns what a body has at most that a model can use, as `_read` takes it.
 
         Raises:
           RequestError: 503: no model takes requests.
@@ -308,11 +311,18 @@ class App:
             except RequestError as error:
                 failures.append(error)
                 continue
-            token = max(_ESCAPE_BYTES * served.longest_token, _ID_BYTES)
-            rooms.append((_FIELDS_BYTES + tokens * token, MOST_IDS + tokens))
+            token = _ESCAPE_BYTES * served.longest_token
+            room = {
+                "largest": _FIELDS_BYTES + tokens * max(token, _ID_BYTES),
+                "values": MOST_IDS + tokens,
+                # A prompt, or the ids of all that stand between two texts.
+                "longest": _FIELDS_BYTES
+                + max(tokens * token // texts, tokens * _ID_BYTES),
+            }
+            rooms.append(room)
         if not rooms:
             raise failures[0]
-        return max(bytes for bytes, _ in rooms), max(values for _, values in rooms)
+        return {name: max(room[name] for room in rooms) for name in rooms[0]}
 
     def _model(self, body: Mapping[str, Any]) -> Served:
         name = body.get("model")
@@ -439,9 +449,8 @@ class App:
             check_budget(served, prompts, n=options.n)
             return served, options, list(prompts)
 
-        largest, values = self._room(chat=False)
         served, options, given = await self._read(
-            request, read, largest=largest, values=values
+            request, read, **self._room(chat=False)
         )
         scored = options.echo and options.top_logprobs is not None
         served.worker.ready()
@@ -473,9 +482,8 @@ class App:
             check_budget(served, [text], n=options.n, field="messages")
             return served, options, messages, arguments
 
-        largest, values = self._room(chat=True)
         served, options, messages, arguments = await self._read(
-            request, read, largest=largest, values=values
+            request, read, **self._room(chat=True)
         )
         if served.template is None:
             raise RequestError(

@@ -76,13 +76,15 @@ class RequestOptions:
         )
 
 
-def read_body(data: bytes | bytearray, values: int) -> dict[str, Any]:
+def read_body(data: bytes | bytearray, *, values: int, longest: int) -> dict[str, Any]:
     """Reads a body that must be a JSON object.
 
     Args:
       data: the body.
       values: commas, brackets and texts that it may have: what JSON costs to read is
         their number, and not its bytes.
+      longest: bytes between two quotation marks: JSON takes 90 ms for a text of 16 MiB
+        of escapes.
 
     Raises:
       RequestError: 413: it has more, or more than `MOST_NAMES`; 400: it is no JSON
@@ -92,6 +94,7 @@ def read_body(data: bytes | bytearray, values: int) -> dict[str, Any]:
     begin = re.match(rb"[ \t\r\n]*+([{\[\"0-9tfnNI-]?)", data)
     if begin and begin[1] == b"{":
         _check_counts(data, values)
+        _check_texts(data, longest)
     elif begin and begin[1]:
         raise RequestError(400, "the body must be a JSON object")
     try:
@@ -111,6 +114,13 @@ def _check_counts(data: bytes | bytearray, values: int) -> None:
         )
     if data.count(b":") > MOST_NAMES and re.match(_NAMES % (MOST_NAMES + 1), data):
         raise RequestError(413, f"the body may have {MOST_NAMES:,} names of fields")
+
+
+def _check_texts(data: bytes | bytearray, longest: int) -> None:
+    if len(data) > longest and max(map(len, data.split(b'"'))) > longest:
+        raise RequestError(
+            413, f"a text of the body may have {longest:,} bytes here, escapes included"
+        )
 
 
 def read_options(

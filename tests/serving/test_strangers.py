@@ -188,6 +188,22 @@ def test_a_body_has_what_its_route_can_use_at_most(path, longest, largest):
     assert app._held == 0
 
 
+@pytest.mark.parametrize("length, longest, most", [(100, 7, 4200), (50, 128, 38400)])
+def test_a_text_of_a_body_is_what_a_slot_holds_at_most(length, longest, most):
+    """A longer one is refused before JSON reads it, its escapes included."""
+    tokenizer = SimpleNamespace(longest_token=longest, vocabulary=9)
+    app, path = with_slots(length, tokenizer), "/v1/completions"
+    most += 2**20
+    for size, status in ((most, 400), (most + 1, 413)):
+        # What JSON reads is no JSON: a second text follows the first.
+        data = b'{"prompt":"' + b"a" * size + b'" "'
+        answer, message = bodies(app, {"body": data, "more_body": False}, path=path)
+        assert answer == status, message
+    assert (
+        message == f"a text of the body may have {most:,} bytes here, escapes included"
+    )
+
+
 def test_a_body_is_for_models_that_take_requests():
     compiling, app = served(template=None), with_slots(100)
     models = {"a": compiling, **app._models}
