@@ -779,6 +779,7 @@ def application(*, length: int = 48, longest_token: int | None = 1) -> Any:
     """
     from recurjax.exits import parse_rule
     from recurjax.inference.engine import Engine, EngineConfig
+    from recurjax.inference.engine.prefix_cache import PrefixCache
     from recurjax.serving.app import App, Served
     from recurjax.serving.worker import AnswerStream, News, Worker
 
@@ -792,14 +793,13 @@ def application(*, length: int = 48, longest_token: int | None = 1) -> Any:
         slots=2,
         active=0,
         waiting=0,
-        prefix_cache=SimpleNamespace(__len__=lambda: 0, used_bytes=0),
+        prefix_cache=PrefixCache(0),
         counts=SimpleNamespace(read_tokens=0, reused_tokens=0, new_tokens=0, exits={}),
         _vocabulary=tokenizer.vocabulary,
         _tokenizer=tokenizer,
         _eos=tokenizer.eos,
     )
     engine._stops = lambda settings: Engine._stops(engine, settings)
-    engine.prefix_cache = []
     two = {"logprobs": [-1.0, -1.0], "top": [[(97, -1.0)], [(98, -1.0)]]}
 
     class Answering(Worker):

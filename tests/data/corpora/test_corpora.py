@@ -239,6 +239,18 @@ def test_bad_parquet_is_named(tmp_path):
         read_corpus(Parquet(patterns=pattern, field="n"))
 
 
+def test_a_damaged_page_of_parquet_is_one_sentence(tmp_path):
+    """Arrow says in two lines that it cannot read one."""
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a text", "another"]}), file)
+    data = bytearray(file.read_bytes())
+    data[4:20] = bytes(16)  # after the magic, where the first page's header is
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="cannot read .*a.parquet: ") as refusal:
+        list(read_corpus(Parquet(patterns=(str(file),))).documents)
+    assert "\n" in str(refusal.value.__cause__) and "\n" not in str(refusal.value)
+
+
 def test_damaged_array_records_are_named(tmp_path):
     (tmp_path / "junk.array_record").write_text("junk")
     with pytest.raises(
