@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from recurjax.cli.options import parse, shows_usage
+from recurjax.cli.options import parse, read_adapters, shows_usage
 from recurjax.convert.hub import imported_run
 from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
@@ -44,7 +44,7 @@ from recurjax.ranges import (
 )
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import with_loops
-from recurjax.training.run import load_run
+from recurjax.training.run import load_adapters, load_run
 from recurjax.types import Missing
 
 USAGE = """usage: recurjax generate RUN --prompt TEXT [options]
@@ -64,6 +64,8 @@ class GenerateOptions(RangeChecks):
 
     Attributes:
       run: the run directory, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
+      adapter: NAME=RUN, a run of adapters of the model; with several, each prompt is
+        continued with each of them.
       prompt: a text to continue; may be given several times.
       prompts_file: further prompts, one a line; blank lines are skipped. In a .jsonl
         file each line is a JSON string, which may have line breaks inside.
@@ -102,6 +104,7 @@ class GenerateOptions(RangeChecks):
     """
 
     run: Annotated[Path, tyro.conf.Positional]
+    adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompts_file: Path | None = None
     max_new_tokens: PositiveInt = 200
@@ -137,14 +140,16 @@ def run(argv: list[str]) -> int:
     options = parse(GenerateOptions, argv, prog="recurjax generate")
     if options.json and options.json_lines is not None:
         raise UserError("--json-lines FILE has the texts already: leave out --json")
-    prompts = _prompts(options)
+    prompts, adapters = _prompts(options), read_adapters(options.adapter)
+    # One text for each prompt and adapter.
+    texts = [(prompt, name) for prompt in prompts for name in adapters or ("",)]
     rule = None if options.exit is None else parse_rule(options.exit)
     if options.missing == "verify" and options.temperature != 0:
         raise UserError("--missing verify is for greedy texts: add --temperature 0")
     if options.missing is not None and rule is None:
         raise UserError("--missing goes with --exit: say when tokens leave")
     # Pieces of several texts would come mixed: only a single one is shown as it grows.
-    streams = options.stream and not options.json and len(prompts) == 1
+    streams = options.stream and not options.json and len(texts) == 1
     streams = streams and options.json_lines is None
     # Before the first use of a device: the processes find each other first.
     start_processes()
@@ -157,7 +162,7 @@ def run(argv: list[str]) -> int:
         weights=options.weights or "stored",
         report=_tell,
     )
-    model = loaded.model
+    model = load_adapters(loaded, adapters, mesh=mesh, report=_tell)
     defaults = loaded.tokenizer.settings.sampling
     sampling, taken = requested_sampling(options, defaults)
     if taken:
@@ -197,11 +202,11 @@ def run(argv: list[str]) -> int:
     done: dict[int, Any] = {}
     lines = None
     if options.json_lines is not None:
-        lines = _open_lines(prompts, options, loaded.step, shared)
+        lines = _open_lines(texts, options, loaded.step, shared)
         done = lines.done
     timing = Timing()
     # The prompts of a file wait for a slot; those of the command line run at once.
-    slots = len(prompts) if options.prompts_file is None else options.slots
+    slots = len(texts) if options.prompts_file is None else options.slots
     finished: dict[int, Request] = {}
     with compiling:
         if jax.process_index() == 0:
@@ -211,7 +216,8 @@ def run(argv: list[str]) -> int:
             prompts,
             **shared,
             skip=frozenset(done),
-            slots=min(slots, max(len(prompts) - len(done), 1)),
+            adapters=range(1, len(adapters) + 1) or (0,),
+            slots=min(slots, max(len(texts) - len(done), 1)),
             mesh=spread,
             exits=exits,
             on_text=show if streams else None,
@@ -220,18 +226,18 @@ def run(argv: list[str]) -> int:
             compiling.close()
             finished[number] = request
             if lines is not None:
-                lines.add(number, _line(prompts[number], request))
+                lines.add(number, _line(*texts[number], request))
     if options.json_lines is not None:
         _tell(f"{len(done)} texts in {options.json_lines}")
         _tell(_speed(timing))
         return 0
-    result = as_generation([finished[n] for n in range(len(prompts))], timing)
+    result = as_generation([finished[n] for n in range(len(texts))], timing)
     if options.json:
-        _show(_as_json(prompts, result, step=loaded.step))
+        _show(_as_json(texts, result, step=loaded.step))
     elif streams:
         show(0, "\n")
     else:
-        _show(_as_blocks(prompts, result))
+        _show(_as_blocks(texts, result))
     _tell(_speed(result.timing))
     # What a way of reading prompts leaves open, in its own words.
     for name, value in result.aux.items():
@@ -240,7 +246,10 @@ def run(argv: list[str]) -> int:
 
 
 def _open_lines(
-    prompts: list[str], options: GenerateOptions, step: int, shared: dict[str, Any]
+    texts: list[tuple[str, str]],
+    options: GenerateOptions,
+    step: int,
+    shared: dict[str, Any],
 ) -> "_TextLines":
     assert options.json_lines is not None
     if jax.process_count() > 1:
@@ -256,21 +265,24 @@ def _open_lines(
     # Files of texts that run all loops, and end at EOS alone, stay what they were.
     if options.exit is not None:
         settings |= {"exit": options.exit, "missing": options.missing}
+    if options.adapter:
+        settings["adapters"] = options.adapter
     if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:
         settings["ends"] = sorted(others)
-    lines = _TextLines(options.json_lines, prompts, settings)
+    lines = _TextLines(options.json_lines, [prompt for prompt, _ in texts], settings)
     if lines.done:
-        _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
+        _tell(f"{len(lines.done)} of {len(texts)} texts were there already")
     return lines
 
 
-def _line(prompt: str, request: Request) -> dict[str, Any]:
+def _line(prompt: str, adapter: str, request: Request) -> dict[str, Any]:
     line = {
         "prompt": prompt,
         "text": request.text,
         "tokens": request.tokens,
         "finish_reason": request.reason,
     }
+    line |= {"adapter": adapter} if adapter else {}
     return line | ({"loops": request.loops} if request.loops else {})
 
 
@@ -310,19 +322,20 @@ def _read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _as_blocks(prompts: list[str], result: Generation) -> str:
-    if len(prompts) == 1:
-        return f"{prompts[0]}{result.texts[0]}\n"
-    rows = zip(prompts, result.texts, result.finish_reasons, strict=True)
+def _as_blocks(texts: list[tuple[str, str]], result: Generation) -> str:
+    if len(texts) == 1:
+        return f"{texts[0][0]}{result.texts[0]}\n"
+    rows = zip(texts, result.texts, result.finish_reasons, strict=True)
     return "".join(
-        f"--- prompt {number} of {len(prompts)}, ended by {reason} ---\n"
+        f"--- {'text' if adapter else 'prompt'} {number} of {len(texts)}"
+        f"{f', adapter {adapter}' if adapter else ''}, ended by {reason} ---\n"
         f"{prompt}{text}\n"
-        for number, (prompt, text, reason) in enumerate(rows, start=1)
+        for number, ((prompt, adapter), text, reason) in enumerate(rows, start=1)
     )
 
 
-def _as_json(prompts: list[str], result: Generation, *, step: int) -> str:
-    rows = zip(prompts, result.texts, result.tokens, result.finish_reasons, strict=True)
+def _as_json(texts: list[tuple[str, str]], result: Generation, *, step: int) -> str:
+    rows = zip(texts, result.texts, result.tokens, result.finish_reasons, strict=True)
     timing = dataclasses.asdict(result.timing) | {
         "prefill_tokens_per_second": result.timing.prefill_tokens_per_second,
         "decode_tokens_per_second": result.timing.decode_tokens_per_second,
@@ -334,7 +347,8 @@ def _as_json(prompts: list[str], result: Generation, *, step: int) -> str:
             "tokens": ids.tolist(),
             "finish_reason": reason,
         }
-        for prompt, text, ids, reason in rows
+        | ({"adapter": adapter} if adapter else {})
+        for (prompt, adapter), text, ids, reason in rows
     ]
     for generation, loops in zip(generations, result.loops or (), strict=False):
         generation["loops"] = loops

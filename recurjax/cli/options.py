@@ -49,6 +49,23 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
+def read_adapters(options: Sequence[str]) -> dict[str, Path]:
+    """Returns the run directories of --adapter NAME=RUN by their names.
+
+    Raises:
+      UserError: an option of another form, or two of one name.
+    """
+    runs: dict[str, Path] = {}
+    for option in options:
+        name, _, run = option.partition("=")
+        if not name or not run:
+            raise UserError(f"--adapter {option}: must be NAME=RUN, a run of adapters")
+        if name in runs:
+            raise UserError(f"--adapter {option}: {name} names {runs[name]} already")
+        runs[name] = Path(run)
+    return runs
+
+
 def run_command(
     argv: list[str], commands: Mapping[str, Command], *, prog: str, usage: str
 ) -> int:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from jax.sharding import Mesh
 
-from recurjax.cli.options import parse, shows_usage
+from recurjax.cli.options import parse, read_adapters, shows_usage
 from recurjax.convert.hub import imported_run
 from recurjax.data.chat import load_template
 from recurjax.data.tokenizers import Tokenizer, text_ends
@@ -32,7 +32,7 @@ from recurjax.ranges import (
     RangeChecks,
 )
 from recurjax.sharding import MeshConfig, reading_mesh
-from recurjax.training.run import LoadedRun, load_run
+from recurjax.training.run import LoadedRun, load_adapters, load_run
 from recurjax.types import Missing
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class ServeOptions(RangeChecks):
     Attributes:
       runs: run directories, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub; each
         is served under its folder's or repository's name.
+      adapter: NAME=RUN, a run of adapters of the model, which requests name as
+        MODEL:NAME; may be given several times.
       host: the address to listen at; by default only this machine can connect.
       port: the port there; 0: any that is free.
       slots: requests that are continued at once; "auto": as many as memory holds.
@@ -85,6 +87,7 @@ class ServeOptions(RangeChecks):
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     host: str = "127.0.0.1"
     port: Annotated[int, Range(least=0, most=65535)] = 8000
     slots: PositiveInt | Literal["auto"] = 8
@@ -131,6 +134,8 @@ def run(argv: list[str]) -> int:
     names = [path.resolve().name for path in runs]
     if len(set(names)) < len(names):
         raise UserError(f"two runs have the same name: {', '.join(names)}")
+    if options.adapter and len(runs) > 1:
+        raise UserError("--adapter goes with one run, their base: serve others apart")
     key = None
     # From a file: every process of a machine can read another's command line.
     if options.api_key_file is not None:
@@ -138,7 +143,9 @@ def run(argv: list[str]) -> int:
     # Before reading the models: report a port that is in use at once.
     bound = bind(options.host, options.port)
     served = [
-        _served(name, path, options) for name, path in zip(names, runs, strict=True)
+        model
+        for name, path in zip(names, runs, strict=True)
+        for model in _served(name, path, options)
     ]
     host, port = bound.getsockname()[:2]
     _tell(f"listening on http://{host}:{port} (health: 503 until compiled)")
@@ -154,7 +161,7 @@ def run(argv: list[str]) -> int:
         hosts=(*LOOPBACK, options.host, *options.allowed_host),
         addresses=options.host in ("0.0.0.0", "::"),
     )
-    workers = [model.worker for model in served]
+    workers = [model.worker for model in served if model.base is None]
     serve(app, workers, bound, grace=options.grace)
     if any(worker.compiles for worker in workers):
         # Nothing interrupts XLA's compiler, and Python's exit would wait for it.
@@ -163,7 +170,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _served(name: str, path: Path, options: ServeOptions) -> "Served":
+def _served(name: str, path: Path, options: ServeOptions) -> "list[Served]":
+    """Returns a run's model, and its adapters on the same engine."""
     from recurjax.serving.app import Served
     from recurjax.serving.prompt_scores import PromptScorer
     from recurjax.serving.worker import Worker
@@ -172,6 +180,9 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     loaded = load_run(
         path, mesh=mesh, weights=options.weights or "stored", report=_tell
     )
+    adapters = read_adapters(options.adapter)
+    model = load_adapters(loaded, adapters, mesh=mesh, report=_tell)
+    loaded = loaded._replace(model=model)
     template = load_template(
         path / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
     )
@@ -215,7 +226,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
             return None
         return PromptScorer(model(), length=length, top=options.top_logprobs)
 
-    return Served(
+    base = Served(
         name=name,
         worker=Worker(
             partial(_build, name, model, loaded.tokenizer, config, spread, head),
@@ -229,6 +240,20 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         exits=strategy.loops(loaded.model),
         sampling=loaded.tokenizer.settings.sampling,
     )
+    return [base] + [
+        replace(
+            base,
+            name=f"{name}:{adapter}",
+            base=name,
+            adapter=number,
+            # Training may have brought a template that the base lacks.
+            template=load_template(
+                run / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
+            )
+            or template,
+        )
+        for number, (adapter, run) in enumerate(adapters.items(), start=1)
+    ]
 
 
 def _default_length(loaded: LoadedRun) -> int:

@@ -1,5 +1,6 @@
 """Continues prompts with any model: an engine with as many slots as prompts."""
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -231,6 +232,7 @@ def continue_prompts(
     bos: bool = True,
     seed: int = 0,
     skip: Collection[int] = (),
+    adapters: Sequence[int] = (0,),
     **options: Any,
 ) -> Iterator[tuple[int, Request]]:
     """Yields each prompt's number and its finished request, in the order they end.
@@ -240,6 +242,8 @@ def continue_prompts(
     Args:
       skip: numbers of prompts that are done already; the others' tokens are the same
         with or without them.
+      adapters: each prompt is continued once with each of these; with several of them
+        the numbers count texts, those of the first prompt first.
       options: of `continue_requests`.
 
     Raises:
@@ -255,12 +259,15 @@ def continue_prompts(
         stop_tokens=text_ends(tokenizer),
     )
     encoded = encode_prompts(prompts, tokenizer, bos=bos)
-    left = [number for number in range(len(encoded)) if number not in skip]
+    every = list(itertools.product(enumerate(encoded), adapters))
+    left = [number for number in range(len(every)) if number not in skip]
     if skip and not left:
         return
-    # Each text draws from the stream of its own number: what is skipped, or ends
+    # Each text draws from the stream of its prompt's number: what is skipped, or ends
     # earlier, changes nothing in the others.
-    requests = [(encoded[n], replace(settings, stream=n)) for n in left]
+    requests = []
+    for (number, ids), adapter in (every[n] for n in left):
+        requests.append((ids, replace(settings, stream=number, adapter=adapter)))
     finished = continue_requests(model, requests, tokenizer=tokenizer, **options)
     for place, request in finished:
         yield left[place], request

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels import target, uncopied_weights
 from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
+
+Tree = TypeVar("Tree")
 
 
 class LowRank(NamedTuple):
@@ -28,12 +30,15 @@ class LowRank(NamedTuple):
       expand: B; its M outputs are flat, whatever axes W's own outputs have.
       active: columns of x A that count, the others are zero; None: all.
       scale: multiplies x A.
+      rows: of several additions, stacked in front of the axes of A and of B, the number
+        of the one that each row of x has; None: there is one for all rows.
     """
 
-    reduce: Float[Array, "N R"]
-    expand: Float[Array, "R M"]
+    reduce: Float[Array, "*several N R"]
+    expand: Float[Array, "*several R M"]
     active: Bool[Array, "B T R"] | None = None
     scale: float = 1.0
+    rows: Int[Array, " B"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -50,14 +55,18 @@ class AdaptedWeight:
       base: W, whose axes A and B flatten to inputs N and outputs M.
       lora_a: A, [N, R].
       lora_b: B, [R, M].
+      rows: the number of each row's adapter, where there are several; see `for_rows`.
       scale: s.
+      several: how many adapters A and B stack in front of their axes; 0: they are one.
     """
 
     # Trees of parameters hold other things than arrays: shardings, names, masks.
     base: Any
     lora_a: Any
     lora_b: Any
+    rows: Any = None
     scale: float = field(default=1.0, metadata={"static": True})
+    several: int = field(default=0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +88,7 @@ class AdaptedWeight:
 
     def addition(self) -> LowRank:
         """Returns what it adds to x W."""
-        return LowRank(self.lora_a, self.lora_b, scale=self.scale)
+        return LowRank(self.lora_a, self.lora_b, scale=self.scale, rows=self.rows)
 
 
 @jax.tree_util.register_dataclass
@@ -200,10 +209,54 @@ def plain(weight: Weight) -> Array:
         return weight.astype(weight.dtype)
     if not isinstance(weight, AdaptedWeight):
         return weight
+    assert not weight.several, "several adapters make no single matrix"
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     a, b = weight.lora_a.astype(dtype), weight.lora_b.astype(dtype)
     added = weight.scale * jnp.matmul(a, b, precision="highest")
     return weight.base.astype(dtype) + added.reshape(weight.shape)
+
+
+def count_adapters(tree: Any) -> int:
+    """Returns how many adapters a model's weights stack; 0: they are not several."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_composed)
+    return max((x.several for x in nodes if isinstance(x, AdaptedWeight)), default=0)
+
+
+def for_rows(tree: Tree, rows: Int[Array, " B"] | None) -> Tree:
+    """Returns a model of several adapters for rows that have these; None: as it is."""
+    if rows is None:
+        return tree
+
+    def choose(node: Any) -> Any:
+        if not isinstance(node, AdaptedWeight):
+            return node
+        # Stacked layers lead the axes, so that a scan over layers takes rows too.
+        shape = (*node.lora_a.shape[:-3], *rows.shape)
+        return replace(node, rows=jnp.broadcast_to(rows, shape))
+
+    return jax.tree.map(choose, tree, is_leaf=is_composed)
+
+
+def rows_of(tree: Any) -> Int[Array, " B"] | None:
+    """Returns the rows that `for_rows` chose."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_composed)
+    rows = next((x.rows for x in nodes if isinstance(x, AdaptedWeight)), None)
+    return None if rows is None else rows[(0,) * (rows.ndim - 1)]
+
+
+def with_adapter(tree: Tree, number: Int[Array, ""]) -> Tree:
+    """Returns a model that has one of its several adapters for all rows."""
+
+    def choose(node: Any) -> Any:
+        if not isinstance(node, AdaptedWeight):
+            return node
+        a, b = (
+            jax.lax.dynamic_index_in_dim(x, number, x.ndim - 3, keepdims=False)
+            for x in (node.lora_a, node.lora_b)
+        )
+        return replace(node, lora_a=a, lora_b=b, rows=None, several=0)
+
+    return jax.tree.map(choose, tree, is_leaf=is_composed)
 
 
 def linear(
@@ -247,12 +300,12 @@ def with_additions(
     """Adds to y = x W what `linear` adds to it."""
     for addition in additions:
         # (x A) B in this order: two thin products of rank R.
-        reduced = _product(x, addition.reduce)
+        reduced = _product_by_row(x, addition.reduce, addition.rows)
         if addition.active is not None:
             reduced = jnp.where(addition.active, reduced, 0)
         if addition.scale != 1.0:
             reduced = reduced * addition.scale
-        y = y + _product(reduced, addition.expand)
+        y = y + _product_by_row(reduced, addition.expand, addition.rows)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
 
 
@@ -321,6 +374,13 @@ def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
         y = _rounded(rows, weight)
     y = y.reshape(*x.shape[:-1], weight.shape[-1])
     return y if scale is None else (y * scale).astype(x.dtype)
+
+
+def _product_by_row(x: Array, weight: Array, rows: Int[Array, " B"] | None) -> Array:
+    if rows is None:
+        return _product(x, weight)
+    # A row's thin matrices are copied, so that the number of adapters costs no time.
+    return jnp.einsum("b...n,bnm->b...m", x, weight[rows].astype(x.dtype))
 
 
 def _grouped(x: Float[Array, "B 1 N"], weight: QuantizedWeight) -> Array:

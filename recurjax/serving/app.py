@@ -70,9 +70,11 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model behind the routes.
+    """A model behind the routes: a base, or one of its adapters on the same engine.
 
     Attributes:
+      base: the name of the model that it is an adapter of; None: it is none.
+      adapter: its number there, 0 of a base.
       template: None: the model has none, and no chat.
       ends: tokens at which its texts end; the tokenizer's EOS ends them too.
       sizes: what it keeps of texts of rising lengths, for the page.
@@ -84,6 +86,8 @@ class Served:
     worker: Worker
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    base: str | None = None
+    adapter: int = 0
     ends: tuple[int, ...] = ()
     sizes: Sequence[StateSize] = ()
     exits: int = 0
@@ -173,7 +177,8 @@ class App:
         return await loop.run_in_executor(pool, function, *values)
 
     def _workers(self) -> dict[str, Worker]:
-        return {name: served.worker for name, served in self._models.items()}
+        models = self._models.items()
+        return {name: served.worker for name, served in models if not served.base}
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Any]]):
         """Turns what is raised into JSON, and checks who asks."""
@@ -337,7 +342,10 @@ class App:
                 )
             shown = repr(name)[:100]
             raise RequestError(
-                404, f"there is no model {shown}: it is one of {known}", field="model"
+                404,
+                f"there is no model {shown}: it is one of {known}",
+                field="model",
+                code="model_not_found",
             )
         return self._models[name]
 
@@ -353,6 +361,8 @@ class App:
                 "object": "model",
                 "created": served.created,
                 "owned_by": "recurjax",
+                # As in vLLM: what an adapter adapts.
+                "parent": served.base,
                 # For the page; other clients leave unknown fields alone.
                 "recurjax": {
                     "chat": served.template is not None,
@@ -545,7 +555,10 @@ class App:
             # Each choice draws from a stream of its own under the request's seed.
             for choice in range(options.n):
                 settings = options.request_settings(
-                    limit=limit, choice=choice, ends=served.ends
+                    limit=limit,
+                    choice=choice,
+                    ends=served.ends,
+                    adapter=served.adapter,
                 )
                 requests.append((ids, settings))
         if any(len(prompt) == 0 for prompt in prompts):

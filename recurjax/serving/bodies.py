@@ -59,9 +59,15 @@ class RequestOptions:
     ignore_eos: bool
 
     def request_settings(
-        self, *, limit: int, choice: int, ends: tuple[int, ...] = ()
+        self, *, limit: int, choice: int, ends: tuple[int, ...] = (), adapter: int = 0
     ) -> RequestSettings:
-        """Returns the settings of one of the n choices; `ends`: the model's own."""
+        """Returns the settings of one of the n choices.
+
+        Args:
+          limit: of its tokens.
+          choice: its number.
+          ends, adapter: the model's.
+        """
         return RequestSettings(
             # A request for none is not continued: see `Stream`.
             max_new_tokens=max(limit, 1),
@@ -73,6 +79,7 @@ class RequestOptions:
             ignore_eos=self.ignore_eos,
             logprobs=self.top_logprobs is not None,
             threshold=self.threshold,
+            adapter=adapter,
         )
 
 

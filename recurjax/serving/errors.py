@@ -6,9 +6,17 @@ from typing import Any
 class RequestError(Exception):
     """Ends a request with an HTTP status and one sentence."""
 
-    def __init__(self, status: int, message: str, *, field: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.field = status, message, field
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """Returns the response's JSON."""
@@ -17,14 +25,13 @@ class RequestError(Exception):
                 "message": self.message,
                 "type": _KINDS.get(self.status, "invalid_request_error"),
                 "param": self.field,
-                "code": None,
+                "code": self.code,
             }
         }
 
 
 _KINDS = {
     401: "authentication_error",
-    404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable_error",

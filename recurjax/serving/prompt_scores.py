@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import reductions
 from recurjax.inference.compute_dtype import cache_dtype
+from recurjax.layers.linear import count_adapters, for_rows
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
 
@@ -62,22 +63,35 @@ class PromptScorer:
         def start() -> Cache:
             return model.init_cache(1, length, cache_dtype(model))
 
-        def read(model: Decoder, cache: Cache, ids: Array, count: Array, after: Array):
+        def read(
+            model: Decoder,
+            cache: Cache,
+            ids: Array,
+            count: Array,
+            after: Array,
+            adapter: Array | None,
+        ):
+            model = for_rows(model, adapter)
             x, cache = model.hidden(Tokens(ids, lengths=count), cache)
             return cache, _scores(model.logits(x[0]), after, top=top)
 
         row = jax.ShapeDtypeStruct((1, self._width), np.int32)
         count = jax.ShapeDtypeStruct((1,), np.int32)
         after = jax.ShapeDtypeStruct((self._width,), np.int32)
+        self._several = count_adapters(model) > 0
+        adapter = count if self._several else None
         options: Any = dict(compiler_options or {}) or None
         self._fresh = jax.jit(start).lower().compile(compiler_options=options)
         lowered = jax.jit(read, donate_argnums=(1,)).lower(
-            model, jax.eval_shape(start), row, count, after
+            model, jax.eval_shape(start), row, count, after, adapter
         )
         self._read = lowered.compile(compiler_options=options)
 
-    def score(self, prompt: Int[np.ndarray, " T"]) -> Iterator[PromptScores | None]:
+    def score(
+        self, prompt: Int[np.ndarray, " T"], *, adapter: int = 0
+    ) -> Iterator[PromptScores | None]:
         """Yields None after each piece, and the scores after the last one."""
+        number = np.array([adapter], np.int32) if self._several else None
         cache, scores = self._fresh(), PromptScores([], [])
         # The last token is scored and not read.
         for at in range(0, len(prompt) - 1, self._width):
@@ -87,7 +101,7 @@ class PromptScorer:
             after = np.zeros(self._width, np.int32)
             after[: len(ids)] = prompt[at + 1 : at + 1 + len(ids)]
             count = np.array([len(ids)], np.int32)
-            cache, piece = self._read(self._model, cache, row, count, after)
+            cache, piece = self._read(self._model, cache, row, count, after, number)
             of_tokens, best, values = (
                 np.asarray(leaf)[: len(ids)].tolist() for leaf in piece
             )

@@ -250,7 +250,9 @@ class Worker:
             if stream is None:
                 return False
             if act == "submit" and stream.scored and self.scorer is not None:
-                self._scoring.append((stream, self.scorer.score(stream.prompt)))
+                adapter = stream.settings.adapter
+                pieces = self.scorer.score(stream.prompt, adapter=adapter)
+                self._scoring.append((stream, pieces))
             elif act == "submit":
                 self._submit(engine, stream)
             # Messages keep their order: it was submitted before.

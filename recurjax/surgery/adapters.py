@@ -1,6 +1,7 @@
 """Low-rank adapters of a frozen model: adding them, merging them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -78,6 +79,54 @@ def with_adapters(model: Decoder, config: AdapterConfig, key: Array) -> Decoder:
         )
 
     return jax.tree_util.tree_map_with_path(add, model, is_leaf=is_composed)
+
+
+def with_several(base: Decoder, adapters: Sequence[Any]) -> Decoder:
+    """Returns a base with several adapters, of which each row of a batch has one.
+
+    Number 0 adds nothing, number n is `adapters[n - 1]`: see `linear.for_rows`. Ranks
+    are padded to the largest, and scales multiply B, so that programs depend on the
+    number of adapters and on the largest rank alone.
+
+    Args:
+      adapters: models on this base, of which only the adapters are read.
+    """
+    every = [_adapted_weights(model) for model in adapters]
+
+    def add(path: tuple[Any, ...], leaf: Any) -> Any:
+        some = [weights.get(parameter_name(path)) for weights in every]
+        ranks = [0 if node is None else node.lora_a.shape[-1] for node in some]
+        if not any(ranks):
+            return leaf
+        like = next(node for node in some if node is not None)
+        a, b = [jnp.zeros_like(like.lora_a)], [jnp.zeros_like(like.lora_b)]
+        for node in some:
+            a.append(a[0] if node is None else node.lora_a)
+            b.append(b[0] if node is None else node.lora_b * node.scale)
+        return AdaptedWeight(
+            base=leaf,
+            lora_a=_stacked(a, -1, max(ranks)),
+            lora_b=_stacked(b, -2, max(ranks)),
+            several=len(a),
+        )
+
+    return jax.tree_util.tree_map_with_path(add, base, is_leaf=is_composed)
+
+
+def _stacked(parts: list[Array], axis: int, rank: int) -> Array:
+    """Stacks matrices in front of their two axes, one of which is padded to a rank."""
+
+    def padded(part: Array) -> Array:
+        widths = [(0, 0)] * part.ndim
+        widths[axis] = (0, rank - part.shape[axis])
+        return jnp.pad(part, widths)
+
+    return jnp.stack([padded(part) for part in parts], axis=-3)
+
+
+def _adapted_weights(model: Any) -> dict[str, AdaptedWeight]:
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_composed)
+    return {parameter_name(path): x for path, x in leaves if _is_adapted(x)}
 
 
 def merged(model: Decoder) -> Decoder:

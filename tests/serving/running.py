@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager
+from dataclasses import replace
 
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer
@@ -82,6 +83,7 @@ def running(
     scorer=None,
     ends=(),
     names=("abc",),
+    adapters=(),
 ):
     worker = Worker(build, most_waiting=waiting, build_scorer=lambda: scorer)
     template = None if template is None else ChatTemplate(template)
@@ -94,7 +96,11 @@ def running(
         sizes=[StateSize(1, 100, 400), StateSize(48, 4800, 19200)],
     )
     bound = serving.bind("127.0.0.1", 0)
-    app = App(dict.fromkeys(names, model), api_key=api_key)
+    models = dict.fromkeys(names, model)
+    for number, adapter in enumerate(adapters, start=1):
+        name = f"abc:{adapter}"
+        models[name] = replace(model, name=name, base="abc", adapter=number)
+    app = App(models, api_key=api_key)
     ended = threading.Event()
     thread = threading.Thread(
         target=serving.serve,

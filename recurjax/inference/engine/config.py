@@ -105,6 +105,7 @@ class RequestSettings:
       logprobs: tell each token's logarithmic probability, before temperature and
         filters, and the `top_logprobs` likeliest tokens in its place.
       threshold: of the engine's exit rule; None: the rule's own. 1: none leaves early.
+      adapter: the number of its adapter, of a model that has several; 0: none.
     """
 
     max_new_tokens: PositiveInt = 200
@@ -117,6 +118,7 @@ class RequestSettings:
     keep: tuple[NonNegativeInt, ...] = ()
     logprobs: bool = False
     threshold: Fraction | None = None
+    adapter: NonNegativeInt = 0
 
     def __post_init__(self):
         check_ranges(self)

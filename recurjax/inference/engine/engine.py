@@ -262,6 +262,12 @@ class Engine:
             raise UserError(
                 "a threshold is for an engine whose tokens leave early: leave it out"
             )
+        most = max(self._programs.adapters - 1, 0)
+        if settings.adapter > most:
+            raise UserError(
+                f"adapter must be a number up to {most}, the model's adapters, got "
+                f"{settings.adapter}"
+            )
         if settings.stop and self._tokenizer is None:
             raise UserError("stop strings need a tokenizer: give stop_tokens instead")
         if len(self._stops(settings)) > MOST_STOPS:
@@ -337,9 +343,8 @@ class Engine:
         """Starts from the longest beginning of the prompt whose state is kept."""
         # The caller has checked that a row is free.
         row = self._rows.index(None)
-        prefix = (
-            self.prefix_cache.find(request.prompt) if len(self.prefix_cache) else None
-        )
+        cache, adapter = self.prefix_cache, request.settings.adapter
+        prefix = cache.find(request.prompt, adapter) if len(cache) else None
         if prefix is None:
             cache, last, at = self._programs.fresh(), None, 0
         else:
@@ -371,16 +376,18 @@ class Engine:
 
     def _read(self, reading: _Reading, count: int) -> None:
         request, end = reading.request, reading.at + count
-        ids = request.prompt[reading.at : end]
-        reading.cache, reading.last, report = self._programs.read(reading.cache, ids)
+        ids, adapter = request.prompt[reading.at : end], request.settings.adapter
+        reading.cache, reading.last, report = self._programs.read(
+            reading.cache, ids, adapter=adapter
+        )
         reading.reports.append(report)
         reading.at = end
         self.counts.read_tokens += count
         if self.config.states_gib and end in request.settings.keep:
             beginning = request.prompt[:end]
-            if not self.prefix_cache.has(beginning):
+            if not self.prefix_cache.has(beginning, adapter):
                 copy = self._programs.copy(reading.cache)
-                self.prefix_cache.put(beginning, copy, reading.last)
+                self.prefix_cache.put(beginning, copy, reading.last, adapter=adapter)
 
     def _admit(self, reading: _Reading) -> _Admitted:
         request, row = reading.request, reading.row
@@ -400,7 +407,12 @@ class Engine:
 
     def _params(self, request: Request) -> SamplingParams:
         settings = request.settings
-        return sampling_params(settings, self._stops(settings), self._threshold)
+        return sampling_params(
+            settings,
+            self._stops(settings),
+            self._threshold,
+            adapters=self._programs.adapters,
+        )
 
     def _hand_out(self, admitted: list[_Admitted]) -> list[Request]:
         """Waits for first tokens, and hands them out."""
@@ -504,8 +516,9 @@ class Engine:
             # The slot has read all but the newest token and has not changed since.
             tokens = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
             assert self._state is not None
-            if not self.prefix_cache.has(tokens):
-                self.prefix_cache.put(tokens, self._programs.take(self._state, row))
+            if not self.prefix_cache.has(tokens, settings.adapter):
+                state = self._programs.take(self._state, row)
+                self.prefix_cache.put(tokens, state, adapter=settings.adapter)
         self._free(row)
         self._finish(request, reason)
 

@@ -2,8 +2,9 @@
 
 A conversation's next turn begins with the earlier turns, and many requests begin with
 the same system prompt. The state of a text is its cache of one row, stored under the
-hash of the text's tokens. It serves only texts that begin with exactly these tokens, so
-it equals the state that reading them again would give.
+hash of the text's tokens and its adapter. It serves only texts of this adapter that
+begin with exactly these tokens, so it equals the state that reading them again would
+give.
 """
 
 import hashlib
@@ -51,14 +52,19 @@ class PrefixCache:
         return len(self._states)
 
     def put(
-        self, tokens: Int32[np.ndarray, " T"], cache: Cache, last: Any = None
+        self,
+        tokens: Int32[np.ndarray, " T"],
+        cache: Cache,
+        last: Any = None,
+        *,
+        adapter: int = 0,
     ) -> None:
         """Keeps the state of a text; nothing when it alone is more than the pool."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((cache, last)))
         # One text larger than the pool would empty it and not fit.
         if size > self.most_bytes or len(tokens) == 0:
             return
-        key = _digests(tokens, [len(tokens)])[len(tokens)]
+        key = _digests(tokens, [len(tokens)], adapter)[len(tokens)]
         if key in self._states:
             self._drop(key)
         # The first in the order is the one that was not used for longest.
@@ -68,7 +74,9 @@ class PrefixCache:
         self._lengths[len(tokens)] += 1
         self.used_bytes += size
 
-    def find(self, tokens: Int32[np.ndarray, " T"]) -> CachedPrefix | None:
+    def find(
+        self, tokens: Int32[np.ndarray, " T"], adapter: int = 0
+    ) -> CachedPrefix | None:
         """Returns the state of the longest beginning of a text that it can go on from.
 
         A match of the full text needs its `last`, from which the first new token is
@@ -77,7 +85,8 @@ class PrefixCache:
         T = len(tokens)
         # Only lengths that some kept text has: a few hashes in one walk over the
         # prompt.
-        keys = _digests(tokens, [n for n in sorted(self._lengths) if n <= T])
+        lengths = [n for n in sorted(self._lengths) if n <= T]
+        keys = _digests(tokens, lengths, adapter)
         for length in sorted(keys, reverse=True):
             state, _ = self._states.get(keys[length], (None, 0))
             if state is not None and (length < T or state.last is not None):
@@ -86,9 +95,9 @@ class PrefixCache:
                 return state
         return None
 
-    def has(self, tokens: Int32[np.ndarray, " T"]) -> bool:
+    def has(self, tokens: Int32[np.ndarray, " T"], adapter: int = 0) -> bool:
         """Says whether a text's state is kept."""
-        return _digests(tokens, [len(tokens)])[len(tokens)] in self._states
+        return _digests(tokens, [len(tokens)], adapter)[len(tokens)] in self._states
 
     def _drop(self, key: bytes) -> None:
         state, size = self._states.pop(key)
@@ -97,10 +106,13 @@ class PrefixCache:
         self._lengths += Counter()  # forgets lengths that no text has any more
 
 
-def _digests(tokens: Int32[np.ndarray, " T"], lengths: list[int]) -> dict[int, bytes]:
+def _digests(
+    tokens: Int32[np.ndarray, " T"], lengths: list[int], adapter: int
+) -> dict[int, bytes]:
     """Hashes the beginnings of a text, of rising lengths, in one walk over it."""
     # Little-endian 32 bits, so that the hash of a text is the same on every machine.
-    data, hashed, start = np.ascontiguousarray(tokens, "<i4"), hashlib.sha256(), 0
+    data, start = np.ascontiguousarray(tokens, "<i4"), 0
+    hashed = hashlib.sha256(adapter.to_bytes(4, "little"))
     digests = {}
     for length in lengths:
         hashed.update(data[start:length].tobytes())

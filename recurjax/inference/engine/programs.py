@@ -30,6 +30,7 @@ from recurjax.inference.engine.slots import (
     read_slots,
     sampling_params,
 )
+from recurjax.layers.linear import count_adapters
 from recurjax.model import Decoder
 from recurjax.sharding import laid_out, replicated
 from recurjax.types import Array, Cache
@@ -49,6 +50,7 @@ class Programs:
     another shape is an error and not another compilation.
 
     Attributes:
+      adapters: how many the model has, none of them included; 0: it has not several.
       widths: of the pieces in which prompts are read, rising.
       compile_seconds: spent on compiling so far.
     """
@@ -73,6 +75,7 @@ class Programs:
             them. None: one device.
         """
         self.compile_seconds = 0.0
+        self.adapters = count_adapters(model)
         self._model, self._config, self._strategy = model, config, strategy
         self._slots, self._mesh = slots, mesh
         self._compiled: dict[Any, Any] = {}
@@ -104,10 +107,10 @@ class Programs:
         self._dry = True  # the methods then compile, and return shapes
         slots, row, last = self.empty(), self.fresh(), None
         settings = RequestSettings(max_new_tokens=1)
-        params = sampling_params(settings, (), 0.0)
+        params = sampling_params(settings, (), 0.0, adapters=self.adapters)
         for width in self.widths:
             ids = np.zeros(width, np.int32)
-            row, last, _ = self.read(row, ids)
+            row, last, _ = self.read(row, ids, adapter=0)
             if self.reads_together(self._slots, width):
                 rows = range(self._slots)
                 self.read_together(slots, {n: (ids, params) for n in rows})
@@ -145,11 +148,11 @@ class Programs:
         if self._mesh is not None and self._row_layout is None:
             # Let the compiler choose the cache's sharding.
             width = self.widths[-1]
-            text = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
+            text = self._text(np.zeros((1, width), np.int32), 0, 0)
             free = self._compile(
                 _read_first,
                 self._model,
-                *self._place(text),
+                *text,
                 by=self._config.prefill,
                 **sizes,
             )
@@ -185,24 +188,28 @@ class Programs:
         return rows * width + _WORTH_A_CALL <= prompts * (width + _WORTH_A_CALL)
 
     def read(
-        self, row: Cache, ids: Int32[np.ndarray, " T"]
+        self, row: Cache, ids: Int32[np.ndarray, " T"], *, adapter: int
     ) -> tuple[Cache, Any, Report]:
         """See `read_piece`: at most the largest width of tokens; `row` is donated."""
         # The narrowest program that the piece fits; the rest of it is padding.
         width = self.width_of(len(ids))
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(ids)] = ids
-        text = self._place((padded, np.array([len(ids)], np.int32)))
         return self._call(
             ("read", width),
             read_piece,
             self._model,
             row,
-            *text,
+            *self._text(padded, len(ids), adapter),
             donate=(1,),
             out=self._out(self._row_layout, 2),
             by=self._config.prefill,
         )
+
+    def _text(self, ids: Int32[np.ndarray, "1 W"], count: int, adapter: int) -> Any:
+        """Returns the arguments of `read_piece` that are not the model's."""
+        numbers = (count, adapter) if self.adapters else (count,)
+        return self._place((ids, *(np.array([n], np.int32) for n in numbers)))
 
     def read_together(
         self, slots: Slots | None, prompts: dict[int, tuple[np.ndarray, SamplingParams]]

@@ -27,6 +27,7 @@ from recurjax.inference.sampling import (
     draw_ids,
     sampling_rows,
 )
+from recurjax.layers.linear import count_adapters, for_rows
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
 
@@ -43,6 +44,7 @@ class SamplingParams(NamedTuple):
       stops: tokens that end it; -1 where there are fewer.
       logprobs: whether anybody looks at them.
       threshold: that scores exceed where tokens leave early.
+      adapter: the number of its adapter; None: the model has not several.
     """
 
     sampling: RowSampling
@@ -52,16 +54,22 @@ class SamplingParams(NamedTuple):
     stops: Int[Array, "B M"]
     logprobs: Bool[Array, " B"]
     threshold: Float[Array, " B"]
+    adapter: Int[Array, " B"] | None
 
 
 def sampling_params(
-    settings: RequestSettings, stops: Collection[int], threshold: float
+    settings: RequestSettings,
+    stops: Collection[int],
+    threshold: float,
+    *,
+    adapters: int = 0,
 ) -> SamplingParams:
     """Makes the arrays of one request; numpy's, which compile nothing.
 
     Args:
       stops: all tokens that end it.
       threshold: of a request that names none.
+      adapters: how many the model has, none of them included; 0: it has not several.
     """
     # -1 is no token: unused places end nothing.
     ends = np.full((1, MOST_STOPS), -1, np.int32)
@@ -76,6 +84,7 @@ def sampling_params(
         ends,
         np.array([settings.logprobs]),
         np.array([chosen], np.float32),
+        np.array([settings.adapter], np.int32) if adapters else None,
     )
     return SamplingParams(*arrays)
 
@@ -233,6 +242,7 @@ def empty_slots(
             stops=jnp.full((rows, MOST_STOPS), -1, jnp.int32),
             logprobs=jnp.zeros(rows, bool),
             threshold=jnp.zeros(rows, jnp.float32),
+            adapter=zeros if count_adapters(model) else None,
         ),
     )
 
@@ -242,15 +252,20 @@ def read_piece(
     cache: Cache,
     ids: Int[Array, "1 W"],
     count: Int[Array, " 1"],
+    adapter: Int[Array, " 1"] | None = None,
     *,
     by: str,
 ) -> tuple[Cache, Float[Array, "1 D"], dict[str, Float[Array, ""]]]:
     """Reads the first `count` of W tokens on a cache of one row.
 
+    Args:
+      adapter: see `SamplingParams`.
+
     Returns:
       The cache, the state from which the token after the last one is predicted, and
       what the way of reading reports.
     """
+    model = for_rows(model, adapter)
     # Only real tokens reach the cache: `lengths` keeps the padding out.
     x, cache, report = model.prefill(Tokens(ids, lengths=count), cache, by=by)
     return cache, x[:, count[0] - 1], report
@@ -290,6 +305,7 @@ def read_slots(
     else:
         slots = slots._replace(cache=model.stack.reset(slots.cache, reads))
     tokens = Tokens(ids, lengths=counts)
+    model = for_rows(model, params.adapter)
     x, cache, report = model.prefill(tokens, slots.cache, by=by)
     # Only the logits of each prompt's last token are computed.
     at = jnp.maximum(counts - 1, 0)[:, None, None]
@@ -376,6 +392,7 @@ def decode_slots(
     Returns:
       The slots, what they drew, and how many steps that took.
     """
+    model = for_rows(model, slots.params.adapter)
     # Stop strings and cancellations are known to the host only.
     slots = slots._replace(active=slots.active & ~ended)
     before = slots.active

@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -37,7 +37,7 @@ from recurjax.machine.process_group import SharedError
 from recurjax.model import Decoder, ModelConfig, WeightDtype, in_weight_dtype
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.surgery.adapters import adapted, merged
+from recurjax.surgery.adapters import adapted, merged, with_several
 from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
 from recurjax.training.program import model_shapes, placed_shapes
@@ -306,6 +306,45 @@ def load_run(
     model = in_weight_dtype(run.model, stored if weights == "stored" else weights)
     experiment = dataclasses.replace(run.experiment, model=model.config)
     return run._replace(experiment=experiment, model=model)
+
+
+def load_adapters(
+    base: LoadedRun,
+    runs: Mapping[str, Path],
+    *,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = print,
+) -> Decoder:
+    """Returns a base with the adapters of runs, which requests choose by number.
+
+    Args:
+      base: as `load_run` returns it, its weights in any dtype.
+      runs: run directories by the adapters' names; the first one is number 1.
+      mesh: of the base.
+      report: as `load_run`.
+
+    Raises:
+      UserError: a run has no adapters, has other parameters in addition to them, or
+        adapts another base.
+    """
+    adapters = []
+    for name, path in runs.items():
+        run = load_saved(path, mesh=mesh, report=report)
+        training = run.experiment.training
+        if run.base is None or training.train_only is not None:
+            raise UserError(
+                f"--adapter {name}={path}: the run trained "
+                f"{'no adapters' if run.base is None else 'more than adapters'}: name "
+                "it as a model of its own"
+            )
+        if run.base["digest"] != base.digest:
+            raise UserError(
+                f"--adapter {name}={path} is of another base: of {run.base['run']} at "
+                f"step {run.base['step']} with checksum {run.base['digest'][:12]}, and "
+                f"this one has {base.digest[:12]}: name the base that it was trained on"
+            )
+        adapters.append(run.model)
+    return with_several(base.model, adapters) if adapters else base.model
 
 
 def _merged(run: LoadedRun, mesh: Mesh, report: Callable[[str], None]) -> LoadedRun:

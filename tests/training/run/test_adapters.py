@@ -12,8 +12,8 @@ from recurjax.errors import UserError
 from recurjax.parameters import to_nested_dict
 from recurjax.surgery.adapters import merged
 from recurjax.training.checkpoint.manifest import named
-from recurjax.training.run import load_run
-from tests.cli.commands import recurjax
+from recurjax.training.run import load_adapters, load_run
+from tests.cli.commands import assert_refused, recurjax
 from tests.training.run_contents import arrays, assert_same_run
 from tests.training.test_resume import train
 from tests.training.tiny_experiment import changed, config, drawn
@@ -89,6 +89,34 @@ def test_merge_writes_a_run_of_its_own(runs, tmp_path):
     assert all(np.array_equal(loaded[name], want[name]) for name in want)
 
 
+def test_generate_continues_with_adapters_by_name(runs):
+    root, _ = runs
+    options = ["--prompt", "ab", "--max-new-tokens", "8", "--temperature", "0"]
+    base = [root / "base", "--weights", "bfloat16"]  # as it was trained on
+    tokens = []
+    for words in ([root / "whole"], [*base, "--adapter", f"one={root / 'whole'}"]):
+        code, out, err = recurjax("generate", *words, *options, "--json")
+        assert code == 0, err
+        (generation,) = json.loads(out)["generations"]
+        tokens.append(generation["tokens"])
+    assert generation["adapter"] == "one" and tokens[0] == tokens[1]
+    named = ("--adapter", f"one={root / 'whole'}", "--adapter", f"two={root / 'parts'}")
+    code, out, err = recurjax("generate", *base, *named, *options)
+    assert code == 0 and "--- text 2 of 2, adapter two, ended by length ---" in out, err
+
+
+def test_adapters_by_name_that_do_not_fit_are_refused(runs):
+    root, _ = runs
+    for runs_named, message in (
+        (["one"], "--adapter one: must be NAME=RUN"),
+        ([f"one={root / 'base'}"], "base: the run trained no adapters"),
+        ([f"one={root / 'whole'}"] * 2, "one names .*whole already"),
+    ):
+        named = [word for name in runs_named for word in ("--adapter", name)]
+        answer = recurjax("generate", root / "base", "--prompt", "a", *named)
+        assert_refused(answer, message)
+
+
 def test_another_base_is_refused_by_its_checksum(runs, tmp_path):
     root, _ = runs
     (root / "base").rename(tmp_path / "base")
@@ -96,6 +124,8 @@ def test_another_base_is_refused_by_its_checksum(runs, tmp_path):
         imported(root / "base", 0.1)
         with pytest.raises(UserError, match=r"adapters are of another base: .* check"):
             load_run(root / "whole")
+        with pytest.raises(UserError, match=r"another base: .* this one has [0-9a-f]"):
+            load_adapters(load_run(root / "base"), {"one": root / "whole"})
     finally:
         (root / "base").rename(tmp_path / "other")
         (tmp_path / "base").rename(root / "base")
