@@ -163,9 +163,12 @@ def _of_adapter(axes: str, spec: P, rule: Rule) -> Rule:
 
 
 def _of_scales(rule: Rule) -> Rule:
-    table = rule.role == "table"
-    spec = rule.spec if table else P(rule.spec[0], *rule.spec[rule.inputs :])
-    return rule._replace(role="vector", spec=spec)
+    if rule.role == "table":
+        rows = rule.axes.split()[:-1]
+        return rule._replace(role="vector", axes=" ".join((*rows, "groups")))
+    spec = P(rule.spec[0], *rule.spec[rule.inputs :])
+    axes = " ".join(("groups", *rule.outputs))
+    return rule._replace(role="vector", axes=axes, spec=spec)
 
 
 _PARTS: dict[str, Callable[[Rule], Rule]] = {

@@ -1,11 +1,14 @@
 """Weights as integers: what they round to, and every variant on them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import target
+from recurjax.cli.inspect.describe import parameter_rows
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
@@ -18,6 +21,7 @@ from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.surgery.adapters import merged, with_adapters
 from recurjax.training.config import AdapterConfig
+from recurjax.training.optimizers import AdamW
 from recurjax.training.run import load_run
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import recurjax
@@ -97,6 +101,19 @@ def test_adapters_of_a_quantized_base_merge_in_float32():
     whole = merged(model)
     assert whole.config.weight_dtype == "float32"
     assert_values_close(plain_logits(whole), plain_logits(model))
+
+
+def test_describe_names_the_axes_of_scales():
+    model = in_weight_dtype(base_of("transformer"), "int8")
+    rows = parameter_rows(model, AdamW(learning_rate=1e-3))
+    shapes = {row.name: re.sub(r"=\d+", "", row.shape) for row in rows}
+    for name, axes in (
+        ("w_embedding", "V groups"),
+        ("stack.blocks.*.attention.w_q", "L groups H E"),
+        ("stack.blocks.*.attention.w_out", "L groups D"),
+        ("stack.blocks.*.mlp.w_down", "L groups D"),
+    ):
+        assert shapes[f"{name}.scales"] == axes
 
 
 @pytest.mark.slow
