@@ -7,12 +7,11 @@
 #                     .venv-torch (on Linux with what CUDA needs, several GB, where pip
 #                     finds no CPU build) unless RECURJAX_TORCH_PYTHON names an
 #                     interpreter that has them
-#   make triton       fetch Triton's compiler (1 GB on disk), which shows what registers
-#                     and shared memory the GPU kernels take
 #   make docs         build the site into site/ (python -m http.server -d site shows it)
 #   make docs-notebooks  run all notebooks (ten minutes); the site then has their outputs
-#   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
-#                     that the kernels compile for devices that are not here
+#   make compilers    fetch the TPU and CUDA compilers and Triton (2.2 GB on disk), which
+#                     show here that the kernels compile for devices that are not here,
+#                     and what registers and shared memory they take
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +24,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() o
 # Neighbours share compiled programs: each process takes its part of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all test-torch compilers triton docs docs-notebooks format clean
+.PHONY: quickstart test lint test-slow test-all test-torch compilers docs docs-notebooks format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -43,7 +42,7 @@ test-all: lint
 TORCH_TESTS := tests/convert/test_to_torch.py tests/convert/test_auto_model.py \
   tests/experiments/test_torch_export_parity.py tests/experiments/test_compare_with_torch.py \
   tests/data/test_transformers.py tests/training/test_torch_peer.py tests/cli/test_push.py \
-  tests/convert/test_peft.py
+  tests/convert/test_peft.py tests/pallas_kernels/selective_scan/test_triton_values.py
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
 test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
 	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)
@@ -61,11 +60,6 @@ format: $(VENV)/.installed-test
 # What is there in the constraints' versions stays: it takes minutes to fetch.
 compilers: $(VENV)/.installed
 	$(BIN)/recurjax compilers --into .compilers --constraint constraints.txt
-
-# Triton's compiler alone, for one more question: do kernels spill, do they fit a GPU's
-# shared memory? Pinned, since every release spills elsewhere.
-triton: $(VENV)/.installed
-	test -d .triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .triton triton==3.9.0
 
 # Warnings, dead links among them, end it. The variable hides an advertisement.
 docs: $(VENV)/.installed-docs

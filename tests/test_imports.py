@@ -45,6 +45,8 @@ ONLY = {
 # What asks a model by protocol imports no variant; converters and benches are of one.
 BY_PROTOCOL = {"experiment", "inference", "evaluation", "training", "plan", "cli"}
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy"}
+IN_TRITON = ".triton_kernels"
+"""Modules of kernels in Triton's language import triton alone."""
 OURS = ("recurjax", "pallas_kernels", "tests", "experiments")
 OPS = "pallas_kernels/*/api.py"
 HEAVY = {"grain", "matplotlib", "tensorflow", "tensorflow_datasets", "torch"}
@@ -283,6 +285,9 @@ def test_kernels_import_jax_and_never_recurjax():
     for module, path in modules().items():
         if module.split(".")[0] == "pallas_kernels":
             roots = {name.split(".")[0] for name in imported_by(tree_of(path), set())}
+            if module.endswith(IN_TRITON):
+                assert roots == {"triton"}, f"{module} imports {roots}"
+                continue
             extra = roots - standard - KERNELS_MAY_IMPORT - {"pallas_kernels"}
             assert not extra, f"{module} imports {extra}"
 
@@ -342,7 +347,7 @@ print(sorted({HEAVY!r} & set(sys.modules)))
 
 
 def part_of_light(module: str) -> bool:
-    if module in ("recurjax", "pallas_kernels"):
+    if module in ("recurjax", "pallas_kernels") or module.endswith(IN_TRITON):
         return False
     if module.startswith("pallas_kernels."):
         return True
@@ -356,7 +361,7 @@ def test_models_configs_benches_and_plans_need_no_packages_of_data_and_commands(
     names = sorted(
         name
         for name in modules()
-        if name.startswith(starts) and not name.endswith("bench.data")
+        if name.startswith(starts) and not name.endswith(("bench.data", IN_TRITON))
     )
     code = f"""
 import importlib, sys

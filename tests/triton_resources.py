@@ -1,13 +1,14 @@
 """What Triton's compiler makes of a call's kernels for a GPU that is not here.
 
-    JAX_PLATFORMS=cpu PYTHONPATH=.triton python -m tests.triton_resources 8.6 CASE
+    JAX_PLATFORMS=cpu PYTHONPATH=.compilers python -m tests.triton_resources 8.6 CASE
 
 prints a line of JSON a kernel: warps, stages, registers a thread, bytes of stack that a
 thread spills to, bytes of shared memory, and how many atomic operations may be seen
 before what the program's other threads stored. CASE is "module:function", whose call
 with the words after it returns a function and its arguments as ShapeDtypeStructs. `make
-triton` fetches the compiler. jax lowers the kernels to Triton's language and XLA
+compilers` fetches the compiler. jax lowers Pallas' kernels to Triton's language and XLA
 compiles that when a program is loaded; here Triton itself does, by the same passes.
+jax-triton has Triton compile its kernels when a program is lowered.
 """
 
 import importlib
@@ -26,9 +27,8 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect
 
 from pallas_kernels.target import Target, as_if
+from tests.absent_compilers import COMPILERS
 from tests.source_tree import ROOT
-
-COMPILER = ROOT / ".triton"
 
 
 class Kernel(NamedTuple):
@@ -44,7 +44,7 @@ def resources_of(capability: str, case: str, *words: str) -> list[dict]:
     """Asks a process of its own; `capability` is that of a GPU, such as "8.6"."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton_resources", capability, case, *words],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILER)},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -54,16 +54,27 @@ def resources_of(capability: str, case: str, *words: str) -> list[dict]:
 
 
 def kernels_of(function, arguments, target: Target) -> list[Kernel]:
-    """Returns the different kernels of a call, in the order of the program."""
+    """Returns the different kernels of a call: Pallas' are in the program's order."""
+    library = importlib.import_module("jax_triton.triton_lib")
+    compile_inplace = library.compile_ttir_inplace
+    matches: dict[Kernel, None] = {}
+
+    def record(ttir, backend, options, capability, platform):
+        # Its first stage puts a kernel's functions in line, in place.
+        text = str(backend.make_ttir(ttir, {}, options, capability))
+        [name] = re.findall(r"tt.func public @(\w+)", text)
+        matches[Kernel(name, text, options.num_warps, options.num_stages)] = None
+        return compile_inplace(ttir, backend, options, capability, platform)
+
+    library.compile_ttir_inplace = record
     with as_if(target):
         traced = jax.jit(function).trace(*arguments)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    matches: dict[Kernel, None] = {}
 
     def visit(operation) -> ir.WalkResult:
         if operation.name == "stablehlo.custom_call":
             name = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if "triton" in name:
+            if "triton" in name and "mhlo.backend_config" in operation.attributes:
                 matches[_kernel(operation.attributes["mhlo.backend_config"])] = None
         return ir.WalkResult.ADVANCE
 
@@ -91,6 +102,7 @@ def compiled(kernel: Kernel, capability: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ttir"
         source.write_text(kernel.text)
+        os.environ["TRITON_CACHE_DIR"] = folder  # jax-triton leaves none
         options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
         result = triton.compile(
             str(source), target=target("cuda", bare, 32), options=options

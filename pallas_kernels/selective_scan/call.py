@@ -21,17 +21,16 @@ class BlockSizes(GivenSizes):
       channels: of one program. On a GPU those of the backward pass are apart.
       backward_channels: of its programs.
       unroll: positions in a turn of a kernel's or XLA's loop; on a GPU the forward
-        pass's, whose inputs are read before the first of them is computed.
+        pass's, whose inputs are read while those before them are computed.
       backward_unroll: positions whose states are in registers at once on the way back.
-      warps, backward_warps: of a program.
+      stretch: positions of a row that one GPU program walks, rounded up to full chunks.
     """
 
     channels: int | None = None
     backward_channels: int | None = None
     unroll: int | None = None
     backward_unroll: int | None = None
-    warps: int | None = None
-    backward_warps: int | None = None
+    stretch: int | None = None
 
 
 @jax.tree_util.register_static
@@ -42,8 +41,8 @@ class SelectiveScanOptions:
     Attributes:
       chunk: positions between two kept states.
       blocks: sizes of the caller's; the backend chooses what they leave out.
-      interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
-        the TPU's own semantics.
+      interpret: runs the TPU's kernels as plain JAX, on any device;
+        pltpu.InterpretParams: with the TPU's own semantics.
     """
 
     chunk: int

@@ -9,7 +9,7 @@ from recurjax.plan import compilers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompilersOptions:
-    """Fetches the TPU and CUDA compilers that go with this jax (1.2 GB on disk).
+    """Fetches the TPU and CUDA compilers that go with this jax (2.2 GB on disk).
 
     Nothing is fetched where they are already. `recurjax plan` looks in
     $RECURJAX_COMPILERS, in .compilers here, and in the user's cache.

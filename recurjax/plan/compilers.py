@@ -1,8 +1,8 @@
 """The TPU and CUDA compilers: finds and fetches them, and compiles in a child process.
 
-They are the plugins of jax, 1.2 GB on disk. They disturb a process that runs on the CPU
-(noise at every start), so they live in a folder apart from the environment and only
-children see them.
+They are the plugins of jax, and Triton with jax-triton: 2.2 GB on disk. The plugins
+disturb a process that runs on the CPU (noise at every start), so they live in a folder
+apart from the environment and only children see them.
 """
 
 import json
@@ -30,7 +30,10 @@ from recurjax.plan.topology import Topology
 
 VARIABLE = "RECURJAX_COMPILERS"
 _ROOT = Path(__file__).parents[2]
-_NAMES = ("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt")
+# As the extra `cuda` has it: jax-triton 0.4 goes with jax 0.11 and later.
+_TRITON = ("triton>=3.6", "jax-triton>=0.3.1,<0.4")
+if sys.version_info >= (3, 12):
+    _TRITON = ("triton>=3.7", "jax-triton>=0.4.1")
 
 
 def places() -> list[Path]:
@@ -74,7 +77,7 @@ def requirements(constraints: Path | None = None) -> list[Requirement]:
         plugin = wants["jax-cuda12-plugin"]
         # The plugin asks for a pjrt of its own version, but is not installed to say so.
         pjrt = Requirement(f"jax-cuda12-pjrt{plugin.specifier}")
-        requirements = [wants["libtpu"], plugin, pjrt]
+        requirements = [wants["libtpu"], plugin, pjrt, *map(Requirement, _TRITON)]
     except KeyError as error:
         raise UserError(
             f"jax {metadata.version('jax')} asks for no {error.args[0]}: install a jax "

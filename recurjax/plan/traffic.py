@@ -312,6 +312,10 @@ def _kernel_name(instruction: Instruction) -> str:
         # Triton's kernels share one target; the kernel's name is in its attributes.
         named = re.findall(r'\bname = "([^"]*)"', instruction.attributes)
         return named[-1] if named else "triton"
+    if instruction.kernel == "triton_kernel_call":
+        # jax-triton's: `pallas_kernels/triton_call.py` launches it under its name.
+        named = re.search(r"/(\w+)/triton_kernel_call\b", instruction.attributes)
+        return named[1] if named else "triton"
     if instruction.kernel == "tpu_custom_call":
         return re.sub(r"[.\d]+$", "", instruction.name)
     return instruction.kernel or ""

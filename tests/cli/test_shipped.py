@@ -184,12 +184,13 @@ def test_compilers_are_looked_for_in_order(tmp_path, monkeypatch):
 
 def test_compilers_go_with_jax(tmp_path):
     pins = tmp_path / "pins.txt"
-    [libtpu, plugin, pjrt] = compilers.requirements()
+    [libtpu, plugin, pjrt, triton, jax_triton] = compilers.requirements()
     pins.write_text("# pinned\nlibtpu==9.9; python_version > '3'\nlibtpu2==1\n")
     [narrowed, *_] = compilers.requirements(pins)
     assert libtpu.specifier != narrowed.specifier and "==9.9" in str(narrowed)
     assert plugin.specifier == pjrt.specifier
     assert metadata.version("jaxlib") in plugin.specifier
+    assert (triton.name, jax_triton.name) == ("triton", "jax-triton")
     folder = tmp_path / "there"
     for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda12_pjrt"):
         info = folder / f"{name}.dist-info"
@@ -219,11 +220,11 @@ def test_compilers_of_known_versions_must_have_their_hashes(monkeypatch, tmp_pat
     [(words, pins)] = calls
     assert words[-3:-1] == ["--require-hashes", "--requirement"]
     assert pins.splitlines() == compilers.hashed(needed)
-    assert re.fullmatch(r"(\S+==\S+( --hash=sha256:[0-9a-f]{64})+\n){3}", pins)
+    assert re.fullmatch(r"(\S+==\S+( --hash=sha256:[0-9a-f]{64})+\n){5}", pins)
     # Each version that `make` pins has hashes, for all Pythons.
     known = (constraints.parent / "recurjax" / "plan" / "compilers.txt").read_text()
     for line in constraints.read_text().splitlines():
-        if line.startswith(("libtpu", "jax-cuda12-p")):
+        if line.startswith(("libtpu", "jax-cuda12-p", "triton", "jax-triton")):
             assert f"\n{line.partition(';')[0].strip()} --hash=" in known
     later = [Requirement("libtpu==9.9")]
     assert compilers.hashed(later) is None

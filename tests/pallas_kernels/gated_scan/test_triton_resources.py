@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.triton_resources import COMPILER, resources_of
+from tests.absent_compilers import COMPILERS
+from tests.triton_resources import resources_of
 
 CASES = "tests.pallas_kernels.gated_scan.compile_cases"
 SLOW = [
@@ -28,8 +29,8 @@ EVERY = [
     ],
 )
 def test_a_kernel_spills_nothing(capability, case):
-    if not (COMPILER / "triton").is_dir():
-        pytest.skip("no Triton here: run make triton")
+    if not (COMPILERS / "triton").is_dir():
+        pytest.skip("no Triton here: run make compilers")
     (kernel,) = resources_of(capability, f"{CASES}:gpu_{case}")
     assert kernel["stack"] == 0, kernel
     # Programs are one warp: what they share is parts of sums over a head's channels.

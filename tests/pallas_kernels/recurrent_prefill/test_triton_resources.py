@@ -3,8 +3,9 @@
 import pytest
 
 from pallas_kernels.target import Target, as_if, shared_memory_bytes
+from tests.absent_compilers import COMPILERS
 from tests.pallas_kernels.recurrent_prefill.compile_cases import GPU_CLASSES
-from tests.triton_resources import COMPILER, resources_of, unordered_atomics
+from tests.triton_resources import resources_of, unordered_atomics
 
 CASE = "tests.pallas_kernels.recurrent_prefill.compile_cases:gpu_class"
 # A10, L4 and RTX 40 have the least shared memory, and spilled in these; the others are
@@ -44,8 +45,8 @@ SPILLED = {
     ],
 )
 def test_kernels_spill_nothing_and_fit_the_shared_memory(capability, name, dtype):
-    if not (COMPILER / "triton").is_dir():
-        pytest.skip("no Triton here: run make triton")
+    if not (COMPILERS / "triton").is_dir():
+        pytest.skip("no Triton here: run make compilers")
     with as_if(Target(platform="gpu", kind="", compute_capability=capability)):
         most = shared_memory_bytes()
     kernels = resources_of(capability, CASE, name, dtype)

@@ -20,7 +20,6 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 
 CPU = Target(platform="cpu", kind="cpu")
 SIZES = {
-    "triton": (GPU, BlockSizes(channels=16, backward_unroll=4, backward_warps=2)),
     "mosaic_tpu": (TPU, BlockSizes(channels=128, unroll=2)),
     "xla": (CPU, BlockSizes(unroll=4)),
 }
@@ -47,6 +46,14 @@ def test_given_sizes_are_taken(backend):
     assert_given_sizes_are_taken(run, (call.arrays,), target, blocks)
 
 
+def test_given_sizes_go_before_the_heuristic_s_on_a_gpu():
+    blocks = BlockSizes(channels=16, backward_unroll=4, stretch=9)
+    call = op_call(LAWS.call(37, channels=384), blocks=blocks)
+    forward, backward = (triton.Launch.of(call, backward=b) for b in (False, True))
+    assert (forward.channels, forward.unroll, forward.stretch) == (16, 2, 16)
+    assert (backward.channels, backward.unroll, backward.stretch) == (64, 4, 16)
+
+
 def test_given_turns_of_a_loop_change_no_result_of_xla():
     call = LAWS.call(13, starts=True)
     want = LAWS.both_passes(call, "xla")
@@ -63,9 +70,7 @@ def test_given_turns_of_a_loop_change_no_result_of_xla():
         ({"backward_channels": 256}, "backward_channels must be a power of two from"),
         ({"unroll": 3}, "unroll must divide chunk=8, got 3"),
         ({"backward_unroll": 16}, "backward_unroll must divide chunk=8, got 16"),
-        ({"warps": 3}, "warps must be a power of two from 1 to 32, got 3"),
-        ({"backward_warps": 64}, "backward_warps must be a power of two from 1 to"),
-        ({"channels": 64, "unroll": 8, "backward_warps": 16}, None),
+        ({"channels": 64, "unroll": 8, "stretch": 16}, None),
     ],
 )
 def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, message):
@@ -85,10 +90,10 @@ def test_sizes_that_a_tpu_cannot_have_are_refused_with_the_numbers():
 
 
 def test_sizes_that_a_backend_has_no_use_for_are_refused():
-    message = "takes of the block sizes only channels and unroll, got warps=4"
-    assert refusal(mosaic_tpu, TPU, warps=4) == message
-    message = "takes of the block sizes only unroll, got warps=4"
-    assert refusal(xla, CPU, warps=4) == message
+    message = "takes of the block sizes only channels and unroll, got stretch=4"
+    assert refusal(mosaic_tpu, TPU, stretch=4) == message
+    message = "takes of the block sizes only unroll, got stretch=4"
+    assert refusal(xla, CPU, stretch=4) == message
     call = LAWS.call(7)
     with pytest.raises(NotImplementedError, match="triton: .*; xla: takes of the"):
-        selective_scan(**call.arrays, blocks=BlockSizes(warps=4))
+        selective_scan(**call.arrays, blocks=BlockSizes(stretch=4))

@@ -27,14 +27,27 @@ def assert_one_kernel_and_few_bytes(rows: list[dict]) -> None:
         assert moved < MOST * row["least_bytes"], row
 
 
-def test_a_forward_pass_on_h100_is_one_kernel():
+@pytest.fixture
+def triton():
+    if not (COMPILERS / "jax_triton").is_dir():
+        pytest.skip("no jax-triton here: run make compilers")
+
+
+def test_a_forward_pass_on_h100_is_one_kernel(triton):
     assert_one_kernel_and_few_bytes(compiled("h100", "gpu_training"))
 
 
 @pytest.mark.slow
-def test_each_pass_on_h100_is_one_kernel():
+def test_each_pass_on_h100_is_one_kernel(triton):
     cases = ("gpu_forward", "gpu_backward", "gpu_float32_backward", "gpu_long_forward")
     assert_one_kernel_and_few_bytes(compiled("h100", *cases))
+
+
+@pytest.mark.slow
+def test_a_long_row_on_h100_takes_two_kernels_and_reads_its_inputs_twice(triton):
+    for row in compiled("h100", "gpu_row_forward", "gpu_row_backward"):
+        assert len(row["kernels"]) == 2
+        assert row["kernel_bytes"] + row["other_bytes"] < 1.8 * row["least_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ CASES = {
     "exact": (64, {"chunk": 16, "channels": 256}),
     "one more": (65, {"chunk": 16, "channels": 256, "lengths": True}),
     "odd chunks": (301, {"chunk": 7, "channels": 48, "starts": True}),
+    "stretches": (1000, {"chunk": 16, "channels": 48, "starts": True}),
     "long": (4099, {"chunk": 16, "channels": 512, "starts": True}),
     "bfloat16": (129, {"chunk": 16, "channels": 256, "dtype": "bfloat16"}),
     "bfloat16, long": (4096, {"chunk": 32, "channels": 2048, "dtype": "bfloat16"}),

@@ -27,7 +27,6 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, I, N, CHUNK = 2, 16, 8, 8
 MOSAIC = BlockSizes(channels=128, unroll=2)
-TRITON = BlockSizes(channels=8, backward_channels=8, unroll=2, backward_unroll=2)
 PLAIN = {"skip": None, "z": None, "dt_bias": None, "initial": None}
 
 
@@ -42,7 +41,6 @@ class TestLaws(OpLaws):
     reference = staticmethod(definition)
     backends = {
         "xla": (xla, {}),
-        "triton": (triton, {"interpret": True, "blocks": TRITON}),
         "mosaic_tpu": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC}),
     }
     timed = ("u", "dt", "b", "c", "z")
@@ -53,12 +51,6 @@ class TestLaws(OpLaws):
         OracleCase("xla", 37, {"starts": True, "lengths": True}),
         OracleCase("xla", 13, {"plain": True}),
         OracleCase("xla", 37, dtype="bfloat16"),
-        OracleCase("triton", 13, {"starts": True, "chunk": 4}),
-        *(OracleCase("triton", T, {"chunk": 4}).slow() for T in (1, 37, 64, 65)),
-        # Four groups of positions in a chunk, whose states are held at once.
-        OracleCase("triton", 37, {"starts": True, "chunk": 8}).slow(),
-        OracleCase("triton", 37, {"lengths": True, "chunk": 4}).slow(),
-        OracleCase("triton", 37, {"chunk": 4}, "bfloat16").slow(),
         OracleCase("mosaic_tpu", 13, {"starts": True, "chunk": 4}),
         *(OracleCase("mosaic_tpu", T, {"chunk": 4}).slow() for T in (1, 37, 64, 65)),
         OracleCase("mosaic_tpu", 150, {"starts": True, "channels": 256}).slow(),
@@ -275,25 +267,27 @@ def test_what_the_gpu_kernels_cannot_do_is_refused_with_a_reason(change, message
     assert message in str(triton.expressible(op_call(call, **change)))
 
 
+def launch(*, B, T, I, chunk=16, backward=False):
+    """Returns how a call of these sizes is cut on a GPU."""
+    shape = jax.ShapeDtypeStruct
+    call = op_call(Call({"u": shape((B, T, I), "float32")}, {"chunk": chunk}))
+    call = call._replace(a=shape((I, 16), "float32"))
+    return triton.Launch.of(call, backward=backward)
+
+
 def test_blocks_of_channels_divide_them():
-    tiles = triton.choose_tiles(channels=2048, chunk=16)
-    assert tiles == triton.Tiles(
-        channels=32,
-        backward_channels=128,
-        unroll=4,
-        backward_unroll=2,
-        warps=1,
-        backward_warps=8,
-    )
-    tiles = triton.choose_tiles(channels=48, chunk=5)
-    assert tiles == triton.Tiles(
-        channels=16,
-        backward_channels=16,
-        unroll=1,
-        backward_unroll=1,
-        warps=1,
-        backward_warps=1,
-    )
+    forward, backward = (launch(B=8, T=4096, I=2048, backward=b) for b in (False, True))
+    assert (forward.channels, backward.channels) == (32, 64)
+    odd = launch(B=8, T=4096, I=48, chunk=5, backward=True)
+    assert (odd.channels, odd.unroll) == (16, 1)
+
+
+def test_rows_are_cut_where_batch_and_channels_do_not_fill_the_device():
+    assert launch(B=8, T=4096, I=2048).stretches == 1
+    long = launch(B=1, T=65536, I=4096)
+    assert long.programs == 9 * 128 and long.stretch % 16 == 0
+    assert launch(B=1, T=1000, I=16).stretch == 336  # few programs, no short stretch
+    assert launch(B=64, T=2**20, I=4096).stretch * 4096 < 2**31
 
 
 @pytest.mark.parametrize(
