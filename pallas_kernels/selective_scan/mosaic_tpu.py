@@ -192,6 +192,7 @@ class Launch:
 
     @property
     def state(self) -> tuple[int, int]:
+        """Shape of a program's state: [N, channels]."""
         return self.N, self.channels
 
     @property
