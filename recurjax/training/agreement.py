@@ -83,7 +83,9 @@ def each_process(action: Callable[[], T]) -> T:
             raise SharedError(other["error"])
     if any(other != answers[0] for other in answers):
         raise SharedError(
-            f"the processes' own copies of the run differ: {answers[0]['value']} and "
-            f"{next(a['value'] for a in answers if a != answers[0])}; start all again"
+            "the processes read different copies of the run, "
+            f"{answers[0]['value']} and "
+            f"{next(a['value'] for a in answers if a != answers[0])}: restart "
+            "all of them"
         )
     return answers[0]["value"]

@@ -129,8 +129,8 @@ class TrainingConfig:
         check_ranges(self)
         if self.tokens_per_step > LARGEST_BATCH:
             raise UserError(
-                f"training.batch {self.batch} x training.length {self.length} is more "
-                "than 2^28 tokens a step: lower one of them"
+                f"training.batch {self.batch} x training.length {self.length} "
+                "exceeds 2^28 tokens per step: lower one of them"
             )
         # Every part has the same rows, or the compiled step would serve some and not
         # others.
@@ -151,8 +151,8 @@ class TrainingConfig:
             parse_adapters(self.adapters)
             if self.start_from is None:
                 raise UserError(
-                    "training.adapters needs the model that they adapt: name its run "
-                    "with --training.start-from"
+                    "training.adapters needs a model to adapt: name its run with "
+                    "--training.start-from"
                 )
         # The trace ends after `last`, so both ends are in it.
         if self.profile is not None and self.profile[0] > self.profile[1]:

@@ -238,17 +238,17 @@ class _Loop:
         """
         if int(state.spikes.accepted) == 0:
             raise Diverged(
-                f"the run ended at step {step}, but none of its steps counted (see the "
-                f"lines above or in {self.session.directory.log}): the parameters are "
-                "those it began with; lower the learning rate or look at the data, and "
-                "start again under another --name"
+                f"the run reached step {step} without one accepted step (see the "
+                f"lines above or {self.session.directory.log}), so its parameters "
+                "are the initial ones: lower the learning rate or check the data, "
+                "and start again under another --name"
             )
         directory = self.session.directory
         if first_process(lambda: directory.has_no_finite_loss(step)):
             raise Diverged(
-                f"the run ended at step {step} with a validation loss that is not "
-                "finite: it diverged; lower the learning rate, lengthen the warm-up, "
-                "and start again under another --name"
+                f"the run reached step {step} with a validation loss that is not "
+                "finite: lower the learning rate or lengthen the warm-up, and "
+                "start again under another --name"
             )
 
     def _is_due(self, step: int) -> bool:
@@ -289,13 +289,13 @@ class _Loop:
             f"the last good checkpoint is step {good[-1]} in "
             f"{self.session.directory.checkpoints}"
             if good
-            else "no checkpoint was made that a step which counts came after"
+            else "no checkpoint precedes the first of them"
         )
         raise Diverged(
-            f"training stopped at step {step}: {skipped} steps in a row did not count "
-            f"({fault(metrics)}); {where}; "
-            "lower the learning rate, lengthen the warm-up or change "
-            "--training.spikes.sigma, and start again under another --name"
+            f"training stopped at step {step} after {skipped} skipped steps in "
+            f"a row ({fault(metrics)}); {where}; lower the learning rate, "
+            "lengthen the warm-up or change --training.spikes.sigma, and "
+            "start again under another --name"
         )
 
     def _evaluate_and_save(self, state: TrainState, step: int) -> None:

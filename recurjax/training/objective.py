@@ -146,9 +146,9 @@ def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:
     for name, config in called:
         if not config.takes_segments:
             return (
-                f"{name} of {type(objective).__name__} reads its latent memory token "
-                "after token and tells no documents of a row apart: leave "
-                "data.document_segments off (of prompts with answers: rows one), or "
-                "train by Interleaved or Chunked"
+                f"{name} of {type(objective).__name__} reads its latent memory "
+                "token by token and cannot separate a row's documents: leave "
+                "data.document_segments off (for prompts with answers: rows one), "
+                "or train with Interleaved or Chunked"
             )
     return None

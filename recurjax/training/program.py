@@ -160,9 +160,9 @@ def build_step(
     adapters_only = training.adapters is not None and training.train_only is None
     if experiment.model.weight_dtype != "float32" and not adapters_only:
         raise UserError(
-            f"model.weight_dtype {experiment.model.weight_dtype} cannot be trained: "
-            "updates are too small for it; set float32 (start_from reads any run), or "
-            "train adapters alone"
+            f"model.weight_dtype {experiment.model.weight_dtype} cannot be "
+            "trained, because updates round to nothing in it: set float32 "
+            "(start_from reads any run), or train adapters"
         )
     check_trained_part(state.model, training.trained)
     part = "training.batch / training.accumulation"

@@ -127,8 +127,9 @@ class Session:
         # hand.
         if reached > self.experiment.training.steps:
             raise UserError(
-                f"{self.directory.root} is at step {reached} already: set "
-                f"--training.steps, {self.experiment.training.steps}, to more"
+                f"{self.directory.root} is at step {reached} already, and "
+                f"--training.steps is {self.experiment.training.steps}: set it to "
+                "more"
             )
         if restored is not None:
             # The data goes on behind the last batch that was trained on.
@@ -194,8 +195,8 @@ class Session:
         most = int((targets != IGNORED).sum(1).max())
         if most > answers:
             raise UserError(
-                f"objective.answers {answers}: a row has {most} targets; raise it, or "
-                "leave it out"
+                f"objective.answers is {answers} and a row has {most} targets: "
+                "raise it or leave it out"
             )
 
     def step_on(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

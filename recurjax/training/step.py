@@ -212,8 +212,8 @@ def check_trained_part(model: Decoder, pattern: str | None) -> None:
     paths = jax.tree_util.tree_leaves_with_path(model)
     names = [parameter_name(path) for path, _ in paths]
     raise UserError(
-        f"training.train_only {pattern!r} matches no parameter: their names are such "
-        f"as {names[0]} and {names[-1]}"
+        f"training.train_only {pattern!r} matches no parameter: use a "
+        f"pattern for names such as {names[0]} and {names[-1]}"
     )
 
 

@@ -68,7 +68,10 @@ def test_evaluate_tells_the_accuracy_of_every_place(run):
     assert code == 0 and report["rows"] == 20 and len(report["positions"]) == 16
     last = [row for row in metrics(run) if row["kind"] == "validation"][-1]
     assert report["token"] == pytest.approx(last["accuracy"], abs=1e-6)
-    assert_refused(recurjax("evaluate", run, "--text", __file__), "leave --text out")
+    assert_refused(
+        recurjax("evaluate", run, "--text", __file__),
+        "--text is for runs trained on text",
+    )
 
 
 def test_the_runs_tokens_are_numbers(run):

@@ -92,7 +92,9 @@ class ArrayStore:
         # by its dotted form, so another layout would need two ways to read.
         tree = nested(_with_elements(arrays))
         if not tree:
-            raise ValueError("ArrayStore.start_write: needs an array with elements")
+            raise ValueError(
+                "ArrayStore.start_write: arrays must have at least one element"
+            )
         items = {
             ARRAYS: ocp.args.PyTreeSave(tree),
             MANIFEST: ocp.args.JsonSave(manifest),
@@ -133,7 +135,7 @@ class ArrayStore:
             if not isinstance(arrays[name], jax.Array):
                 raise ValueError(f"{name} is missing")
             if (arrays[name].shape, arrays[name].dtype) != (leaf.shape, leaf.dtype):
-                raise ValueError(f"{name} has another shape or dtype")
+                raise ValueError(f"{name} has a different shape or dtype")
         empty = {n: leaf for n, leaf in shapes.items() if n not in item}
         return arrays | {n: _without_elements(leaf) for n, leaf in empty.items()}
 

@@ -56,9 +56,9 @@ class Restored(NamedTuple):
         # Saved by another number of processes: valid only if all read the same data.
         if any(state != self.data_states[0] for state in self.data_states):
             raise UserError(
-                f"checkpoint {self.step} was saved by {len(self.data_states)} processes"
-                f" that had read different data, so {jax.process_count()} cannot resume"
-                " it: start as many processes as saved it."
+                f"checkpoint {self.step} was saved by {len(self.data_states)} "
+                f"processes that read different data, so {jax.process_count()} "
+                f"processes cannot resume it: start {len(self.data_states)}."
             )
         return self.data_states[0]
 
@@ -106,7 +106,7 @@ class Checkpoints:
           ValueError: keep < 1.
         """
         if keep < 1:
-            raise ValueError(f"Checkpoints: needs keep >= 1, got keep={keep}")
+            raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}")
         # Kept in memory only: reading must not change what is on disk.
         self._directory = StepDirectory(directory)
         self._keep = keep
@@ -205,7 +205,9 @@ class Checkpoints:
         expected = named(abstract)
         for name, leaf in expected.items():
             if getattr(leaf, "sharding", None) is None:
-                raise ValueError(f"Checkpoints.restore: {name} has no sharding")
+                raise ValueError(
+                    f"Checkpoints.restore: {name} of abstract needs a sharding"
+                )
         root = self._directory.root
         for incomplete in self._decided(self._directory.incomplete):
             report(f"Checkpoint {incomplete} in {root} is incomplete and is left out.")
@@ -313,9 +315,9 @@ class Checkpoints:
             with suppress(OSError):
                 self._directory.remove_leftovers()
         good = self._directory.complete()
-        rest = (
-            f"the last good checkpoint is {good[-1]}" if good else "there is none yet"
-        )
+        rest = "there is no earlier checkpoint"
+        if good:
+            rest = f"the last good checkpoint is {good[-1]}"
         return UserError(
             f"checkpoint {step} could not be written to {self._directory.root}:"
             f" {reason(error)}; {rest}."
@@ -347,7 +349,7 @@ class Checkpoints:
         except ValueError as error:
             raise _Damaged(str(error)) from error
         if manifest.step != step:
-            raise _Damaged(f"its manifest is that of step {manifest.step}, a copy")
+            raise _Damaged(f"its manifest is a copy of that of step {manifest.step}")
         return manifest
 
     def _read_arrays(
@@ -399,7 +401,8 @@ def _entries(arrays: Mapping[str, Any]) -> dict[str, ArrayEntry]:
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):
             raise ValueError(
-                f"Checkpoints.save: needs jax.Array, got {name}={type(array).__name__}"
+                "Checkpoints.save: every leaf must be a jax.Array, got "
+                f"{name}={type(array).__name__}"
             )
     sums = checksums(arrays)
     return {
@@ -416,6 +419,6 @@ def _gathered(data_state: dict[str, Any]) -> list[dict[str, Any]]:
         text, plain = "", False
     if not plain:
         raise ValueError(
-            f"Checkpoints.save: needs a data_state of plain JSON, got {data_state}"
+            f"Checkpoints.save: data_state must be plain JSON, got {data_state}"
         )
     return [json.loads(state) for state in every_process(text)]

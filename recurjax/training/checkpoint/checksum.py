@@ -93,7 +93,7 @@ def _words(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     elif jnp.issubdtype(x.dtype, jnp.floating):
         bits = jnp.finfo(x.dtype).bits
     else:
-        raise ValueError(f"checksums: needs real arrays, got dtype={x.dtype}")
+        raise ValueError(f"checksums: arrays must be real, got dtype={x.dtype}")
     word = jnp.dtype(f"uint{min(bits, 32)}")
     return lax.bitcast_convert_type(x, word).astype(jnp.uint32)
 

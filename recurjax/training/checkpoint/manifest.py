@@ -66,7 +66,9 @@ class Manifest:
         ):
             raise ValueError("the manifest's digest does not match")
         if content.pop("format") not in _READABLE:
-            raise ValueError("the manifest has a format of another version of recurjax")
+            raise ValueError(
+                "the manifest's format belongs to another version of recurjax"
+            )
         arrays = {
             name: ArrayEntry(**{**entry, "shape": tuple(entry["shape"])})
             for name, entry in content.pop("arrays").items()
@@ -131,7 +133,7 @@ def named(tree: Mapping[str, Any]) -> dict[str, Any]:
             return
         for key, child in node.items():
             if not isinstance(key, str) or not key or "." in key:
-                raise ValueError(f"named: needs keys without dots, got {key!r}")
+                raise ValueError(f"named: keys must be without dots, got {key!r}")
             walk(child, (*path, key))
 
     walk(tree, ())

@@ -101,8 +101,8 @@ class StepDirectory:
             newest = max(self.complete(), default=-1)
             if newest > step:
                 raise UserError(
-                    f"{self.root} holds checkpoint {newest}, which is later than step"
-                    f" {step}: move the later ones away or save into another directory."
+                    f"{self.root} holds checkpoint {newest}, which is later than step "
+                    f"{step}: move the later ones away or choose another --name."
                 )
             if newest == step and self._note_loss(manifest):
                 return False

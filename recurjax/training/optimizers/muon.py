@@ -211,7 +211,7 @@ def muon(
 
     def update(gradients: Any, state: MuonState, weights: Any = None):
         if weights is None:
-            raise ValueError("muon: update needs the weights, for their decay")
+            raise ValueError("muon: update needs params, for the weight decay")
         step = state.count
         mu, eta, decays = momentum(step), rate(step), decay(step)
         first = jax.tree.map(

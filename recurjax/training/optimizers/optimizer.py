@@ -79,7 +79,9 @@ def build_optimizer(
     clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
     if isinstance(config, MuonAdamW):
         if steps is None or size is None:
-            raise ValueError("build_optimizer: MuonAdamW needs steps and size")
+            raise ValueError(
+                "build_optimizer: MuonAdamW needs steps and size, got None"
+            )
         return optax.chain(*clipping, muon_adamw(config, rate, steps=steps, size=size))
     return optax.chain(*clipping, *_adam(config, rate))
 

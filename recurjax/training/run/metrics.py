@@ -62,8 +62,8 @@ class MetricsWriter:
             except Exception as error:  # a service that is gone must not stop a run
                 self._trackers.remove(tracker)
                 self._say(
-                    f"step {step}: {type(tracker).__name__} takes no more rows and is "
-                    f"left out from here on: {' '.join(str(error).split())[:300]}"
+                    f"step {step}: {type(tracker).__name__} takes no more rows, so the "
+                    f"run continues without it: {' '.join(str(error).split())[:300]}"
                 )
 
     def flush(self) -> None:

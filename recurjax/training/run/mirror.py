@@ -158,9 +158,9 @@ class Mirror:
             process_group.barrier(seconds=60 * _MINUTES)
         except TimeoutError as error:
             raise UserError(
-                f"{self.store.url}: another process did not send its part of a "
-                f"checkpoint within {_MINUTES} minutes: start all again, and the run "
-                "resumes from its last complete one"
+                f"{self.store.url}: another process has not sent its part of a "
+                f"checkpoint within {_MINUTES} minutes: restart all processes, and "
+                "the run resumes from its last complete checkpoint"
             ) from error
 
     def _remove_others(self, local: set[str]) -> None:

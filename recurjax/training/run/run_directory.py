@@ -108,8 +108,9 @@ class RunDirectory:
         """
         if self.imported.exists():
             raise UserError(
-                f"{self.root} holds an imported model, where no run can continue: "
-                f"train in another directory with --training.start-from {self.root}"
+                f"{self.root} holds an imported model, which has no training to "
+                "resume: train in another directory with --training.start-from "
+                f"{self.root}"
             )
         changed = self.changes(experiment)
         if changed:
@@ -136,9 +137,9 @@ class RunDirectory:
         tokenizer = load_tokenizer(self.tokenizer)
         if tokenizer.vocabulary != experiment.model.vocabulary:
             raise UserError(
-                f"the tokenizer in {self.tokenizer} has {tokenizer.vocabulary} tokens, "
-                f"the model {experiment.model.vocabulary}: put the run's own tokenizer "
-                "back"
+                f"the tokenizer in {self.tokenizer} has {tokenizer.vocabulary} "
+                f"tokens and the model {experiment.model.vocabulary}: restore the "
+                "run's own tokenizer"
             )
         return tokenizer
 
@@ -160,8 +161,8 @@ class RunDirectory:
         if before["digest"] != digest:
             raise UserError(
                 f"{self.root} began with other parameters of {before['run']} (step "
-                f"{before['step']}, digest {before['digest'][:12]}) than {run} has now "
-                f"({digest[:12]}): put those back, or start another run"
+                f"{before['step']}, digest {before['digest'][:12]}) than {run} has "
+                f"({digest[:12]}): restore those or start another run"
             )
 
     @property
@@ -173,8 +174,8 @@ class RunDirectory:
         kinds = {"run": str, "step": int, "digest": str}
         if any(not isinstance(values.get(name), kind) for name, kind in kinds.items()):
             raise UserError(
-                f"{self.frozen} must have run, step and digest of the frozen model: "
-                "put the file back, or start another run"
+                f"{self.frozen} must have the run, step and digest of the frozen "
+                "model: restore the file or start another run"
             )
         return values
 
@@ -369,7 +370,10 @@ def load_saved(
     """
     run = RunDirectory(Path(path))
     if not run.root.is_dir():
-        raise UserError(f"no run directory at {run.root}")
+        raise UserError(
+            f"there is no run directory at {run.root}: check the path, or "
+            "train a run first"
+        )
     experiment = read_experiment(run.config)
     tokenizer = run.load_tokenizer(experiment)
     mesh = _first_device() if mesh is None else mesh
@@ -566,9 +570,9 @@ def load_start(
         report(f"starting from the parameters of {start} at step {run.step}")
     elif base["digest"] != run.digest:
         raise UserError(
-            f"the adapters are of another base: of {base['run']} at step {step} with "
-            f"checksum {base['digest'][:12]}, and {start} has {run.digest[:12]} there: "
-            "put that model back"
+            f"the adapters belong to {base['run']} at step {step} with "
+            f"checksum {base['digest'][:12]}, and {start} has "
+            f"{run.digest[:12]} there: restore that model"
         )
     model = in_weight_dtype(run.model, experiment.model.weight_dtype)
     configured = _as_configured(model, experiment.model, mesh)
@@ -631,7 +635,8 @@ def _check_run(
     other = read_experiment(directory.config)
     if differing := model_differences(model, other.model):
         raise UserError(
-            f"{name} {path} has another model than {whose}: {first_few(differing)}"
+            f"{name} {path} has another model than {whose} "
+            f"({first_few(differing)}): restore these settings"
         )
     if directory.load_tokenizer(other).hash != tokenizer.hash:
         raise UserError(

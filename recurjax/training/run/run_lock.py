@@ -251,9 +251,9 @@ class RunLock:
             there = self._lock.read()
         whom = "somebody else" if there is None else f"{there}"
         raise UserError(
-            f"{self._lock.root} was taken over by {whom} while this process "
-            "did not answer (asleep?) or its lock was removed: this one stops and "
-            "saves nothing more"
+            f"{self._lock.root} was taken over by {whom}, because this process "
+            "did not answer or its lock was removed: it stops here and saves "
+            "nothing more"
         )
 
     def release(self) -> None:
@@ -384,7 +384,7 @@ def _make(root: Path) -> list[Path]:
         return make_folders(root)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"{root} cannot be made: {reason}") from error
+        raise UserError(f"{root} cannot be created: {reason}") from error
 
 
 def _machine() -> str:

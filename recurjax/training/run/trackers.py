@@ -75,7 +75,7 @@ def open_trackers(training: TrainingConfig, description: Description) -> list[Tr
         except Exception as error:  # of each service's own classes
             text = " ".join(str(error).split())
             raise UserError(
-                f"{kind.__name__} does not take the run: {text[:1000]}"
+                f"{kind.__name__} refuses the run: {text[:1000]}"
             ) from error
     return trackers
 
@@ -159,7 +159,7 @@ def _ids(ids: Path) -> dict[str, str]:
     try:
         values = read_json_object(ids, "the file of the trackers' ids")
     except UserError as error:
-        raise UserError(f"{error}; remove it to begin a new run there") from error
+        raise UserError(f"{error}; remove it to start a new run there") from error
     return {k: v for k, v in values.items() if isinstance(v, str)}
 
 

@@ -187,11 +187,11 @@ def test_other_arrays_at_the_same_or_an_earlier_step_are_refused(copy):
 @pytest.mark.parametrize(
     "tree, data_state, why",
     [
-        ({"w": np.ones}, {}, "needs jax.Array, got w=ndarray"),
-        ({"a.b": jnp.ones}, {}, "needs keys without dots, got 'a.b'"),
-        ({"w": lambda n: jnp.ones((0, n))}, {}, "needs an array with elements"),
-        ({"w": jnp.ones}, {"read": (1, 2)}, "needs a data_state of plain JSON"),
-        ({"w": jnp.ones}, {"read": object()}, "needs a data_state of plain JSON"),
+        ({"w": np.ones}, {}, "must be a jax.Array, got w=ndarray"),
+        ({"a.b": jnp.ones}, {}, "keys must be without dots, got 'a.b'"),
+        ({"w": lambda n: jnp.ones((0, n))}, {}, "must have at least one element"),
+        ({"w": jnp.ones}, {"read": (1, 2)}, "data_state must be plain JSON"),
+        ({"w": jnp.ones}, {"read": object()}, "data_state must be plain JSON"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(tmp_path, tree, data_state, why):
@@ -203,9 +203,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path, tree, data_state, why):
 
 
 def test_keep_must_be_positive_and_shardings_are_explicit(three_steps):
-    with pytest.raises(ValueError, match="needs keep >= 1, got keep=0"):
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Checkpoints(three_steps, keep=0)
-    with pytest.raises(ValueError, match="params.b has no sharding"):
+    with pytest.raises(ValueError, match="params.b of abstract needs a sharding"):
         Checkpoints(three_steps).restore(jax.eval_shape(lambda: state(1)))
 
 

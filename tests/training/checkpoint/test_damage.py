@@ -76,7 +76,7 @@ def put_another_in_its_place(directory, step):
 @pytest.mark.parametrize(
     "harm, why",
     [
-        (put_another_in_its_place, "its manifest is that of step 1, a copy"),
+        (put_another_in_its_place, "its manifest is a copy of that of step 1"),
         (flip_a_bit, r"wrong checksum of params\.w"),
         (truncate, "its arrays cannot be read"),
         (lose_a_file, "its arrays cannot be read"),

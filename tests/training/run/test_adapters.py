@@ -122,7 +122,7 @@ def test_another_base_is_refused_by_its_checksum(runs, tmp_path):
     (root / "base").rename(tmp_path / "base")
     try:
         imported(root / "base", 0.1)
-        with pytest.raises(UserError, match=r"adapters are of another base: .* check"):
+        with pytest.raises(UserError, match=r"adapters belong to .* with check"):
             load_run(root / "whole")
         with pytest.raises(UserError, match=r"another base: .* this one has [0-9a-f]"):
             load_adapters(load_run(root / "base"), {"one": root / "whole"})
@@ -132,5 +132,5 @@ def test_another_base_is_refused_by_its_checksum(runs, tmp_path):
 
 
 def test_adapters_without_a_base_are_refused():
-    with pytest.raises(UserError, match="needs the model that they adapt"):
+    with pytest.raises(UserError, match="needs a model to adapt"):
         changed(config(), training={"adapters": "lora:2"})

@@ -135,7 +135,7 @@ def test_a_step_of_which_one_part_was_not_sent_is_not_whole(two, bucket, monkeyp
         raise TimeoutError
 
     monkeypatch.setattr(process_group, "barrier", nobody)
-    with pytest.raises(UserError, match="another process did not send its part"):
+    with pytest.raises(UserError, match="another process has not sent its part"):
         two[0].push()
     two[0].push(after_save=False)  # at the end, for the metrics
     assert bucket().keys() == {*part(0), "metrics.jsonl"}

@@ -193,10 +193,12 @@ def test_a_plot_is_drawn_also_of_rows_without_a_loss(run):
 def test_what_cannot_be_loaded_is_told(run, tmp_path):
     with pytest.raises(UserError, match="no run directory at"):
         load_run(tmp_path / "nothing")
-    with pytest.raises(UserError, match="is not a run directory: no config.json"):
+    with pytest.raises(
+        UserError, match="is not a run directory: it has no config.json"
+    ):
         load_run(tmp_path)
     with pytest.raises(UserError, match="has no checkpoint yet: train it first"):
         load_run(run.root)
     ByteTokenizer(bos=False).save(run.tokenizer)
-    with pytest.raises(UserError, match="has 256 tokens, the model 257: put the run's"):
+    with pytest.raises(UserError, match="has 256 tokens and the model 257: restore"):
         load_run(run.root)

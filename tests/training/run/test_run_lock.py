@@ -223,7 +223,7 @@ def test_where_there_are_no_links_one_file_is_opened(tmp_path, said, monkeypatch
 def test_a_place_that_cannot_be_made_is_told(tmp_path, said):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match="run cannot be made: Not a directory"),
+        pytest.raises(UserError, match="run cannot be created: Not a directory"),
         held(tmp_path / "file" / "run", said.append),
     ):
         raise AssertionError

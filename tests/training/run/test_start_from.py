@@ -82,7 +82,7 @@ def test_another_tokenizer_and_no_run_are_refused(source, tmp_path):
     out, _ = source
     ByteTokenizer(bos=False).save(out / "tokenizer")
     experiment = changed(tiny(), training={"start_from": str(out)})
-    with pytest.raises(UserError, match="has 256 tokens, the model 257"):
+    with pytest.raises(UserError, match="has 256 tokens and the model 257"):
         Session(experiment, tmp_path / "run")
     experiment = changed(tiny(), training={"start_from": str(tmp_path / "none")})
     with pytest.raises(UserError, match="none is not a run directory"):

@@ -106,7 +106,7 @@ def test_a_service_that_is_gone_is_left_out_and_the_run_goes_on(tmp_path):
         writer.write(step, "train", {"loss": 1.0})
     writer.close()
     assert said == [
-        "step 1: Gone takes no more rows and is left out from here on: no route"
+        "step 1: Gone takes no more rows, so the run continues without it: no route"
     ]
     assert len(run.metrics.read_text().splitlines()) == 2
 
@@ -116,7 +116,7 @@ def test_a_service_that_refuses_is_told(services, tmp_path):
         raise RuntimeError("quota\nexceeded")
 
     services["wandb"].init = refuse
-    with pytest.raises(UserError, match="Wandb does not take the run: quota exceeded"):
+    with pytest.raises(UserError, match="Wandb refuses the run: quota exceeded"):
         open_trackers(*describe(tmp_path))
 
 
