@@ -62,14 +62,16 @@ def from_authors(
             table, rename = latent_pieces(config), plain_name
         case _:
             raise UserError(
-                f"the authors' names of {type(config.stack).__name__} are not known: "
-                f"known are {', '.join(kind.__name__ for kind in _KNOWN)}"
+                "there are no checkpoints of the authors for "
+                f"{type(config.stack).__name__}: name an experiment with one of "
+                f"{', '.join(kind.__name__ for kind in _KNOWN)}"
             )
     # Said before a gigabyte is read, and by our names, which the config has.
     if unnamed := table.unnamed():
         raise UserError(
-            "the authors' checkpoints have no tensors for some parameters of this "
-            f"config: {first_few(unnamed, separator=', ')}"
+            "the authors' checkpoints lack tensors for these parameters of "
+            f"the config: {first_few(unnamed, separator=', ')}; set the fields "
+            "that add them as the authors do"
         )
     source = renamed(_open(path), rename)
     return load_model(config, table.finished(), source, mesh=mesh, report=report)
@@ -103,7 +105,8 @@ def renamed(source: TensorSource, rename: Callable[[str], str]) -> RenamedTensor
         # Either copy would do, if equal.
         if first != name and not _equal(source, first, name):
             raise UserError(
-                f"{source.where}: {first} and {name} are one parameter and differ"
+                f"{source.where}: {first} and {name} are one parameter with two "
+                "different values: use an undamaged checkpoint"
             )
     return RenamedTensors(source, names)
 
@@ -118,7 +121,7 @@ def _open(path: Path) -> TensorSource:
     if path.is_dir():
         return open_directory(path)
     if not path.is_file():
-        raise UserError(f"there is no checkpoint at {path}")
+        raise UserError(f"there is no checkpoint at {path}: check the path")
     if path.suffix == ".safetensors":
         return SafetensorsFiles([path], where=str(path))
     return open_torch_file(path)
@@ -199,7 +202,10 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
     table = PieceTable(config)
     assert isinstance(config.stack, RatConfig)
     if any(isinstance(mixer, ReversedRatMixerConfig) for mixer in config.stack.pattern):
-        raise UserError("RAT's authors have no checkpoints of the reversed design")
+        raise UserError(
+            "RAT's authors publish no checkpoints of the reversed design: use "
+            "a pattern without it"
+        )
     table.same("embedding.wte.weight", "w_embedding")
     _norm(table, "backbone.ln", "final_norm")
     table.same("head.lm_head.weight", "w_head")
@@ -242,8 +248,9 @@ def latent_pieces(config: ModelConfig) -> PieceTable:
     remembers = stack.memory is not None
     if remembers and stack.value_gate_channels not in (0, stack.width):
         raise UserError(
-            "the authors' release gates its value embeddings by all channels: set "
-            "stack.value_gate_channels to 0"
+            "stack.value_gate_channels must be 0, because gates read all "
+            "channels in the authors' release, got "
+            f"{stack.value_gate_channels}"
         )
     table.same("transformer.wte.weight", "w_embedding")
     table.same("lm_head.weight", "w_head")

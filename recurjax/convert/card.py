@@ -114,8 +114,8 @@ def check_license(license: str) -> None:
     """
     if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license) is None:
         raise UserError(
-            f"--license {license!r}: name the licence as the Hub does, such as "
-            "apache-2.0, mit, cc-by-4.0 or other"
+            "--license must be a name of the Hub's list, such as apache-2.0, "
+            f"mit, cc-by-4.0 or other, got {license!r}"
         )
 
 

@@ -63,8 +63,8 @@ def imported_run(path: Path, *, report: Callable[[str], None] = print) -> Path:
     cache = caches.cache_folder()
     if cache is None:
         raise UserError(
-            f"{path} is imported into recurjax' cache, but {caches.VARIABLE} is empty: "
-            "unset it or name a folder, or use recurjax convert from-hf"
+            f"{path} needs a cache to import into, and {caches.VARIABLE} is "
+            "empty: unset it, name a folder, or use recurjax convert from-hf"
         )
 
     def place(commit: str) -> Path:
@@ -155,7 +155,7 @@ def _repository(path: Path) -> Repository:
     repository = parse_repository(str(path).removeprefix(PREFIX))
     if repository is None:
         raise UserError(
-            f"{path} names no repository: use hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
+            f"{path} is not a repository: use hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
         )
     return repository
 
@@ -179,8 +179,8 @@ def _import(checkpoint: Path, out: Path, report: Callable[[str], None]) -> None:
     imported = from_hf(checkpoint, report=report)
     if imported.tokenizer is None:
         raise UserError(
-            f"{checkpoint} has no tokenizer.json: convert it with recurjax convert "
-            "from-hf --tokenizer FILE"
+            f"{checkpoint} has no tokenizer.json: import it with recurjax "
+            "convert from-hf --tokenizer FILE"
         )
     experiment = new_experiment(out, imported.model.config, length=imported.length)
     write_run(out, imported.model, experiment, imported.tokenizer, parity=parity)

@@ -253,7 +253,9 @@ def _run(
                 [str(word) for word in words], capture_output=True, text=True
             )
         except OSError as error:
-            raise UserError(f"{words[0]} cannot be run: {error.strerror}") from error
+            raise UserError(
+                f"--torch-python: {words[0]} cannot be run: {error.strerror}"
+            ) from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             # This interpreter without torch is no failure: there is nothing to compare
@@ -261,7 +263,7 @@ def _run(
             missing = last.startswith("ModuleNotFoundError: ")
             if missing and python is None:
                 return NotMeasured(reason=last.removeprefix("ModuleNotFoundError: "))
-            raise UserError(f"the PyTorch side failed in {words[0]}: {last}")
+            raise UserError(f"the PyTorch comparison failed in {words[0]}: {last}")
         with np.load(out) as file:
             return {name: file[name] for name in file.files}
 

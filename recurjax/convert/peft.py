@@ -83,9 +83,9 @@ def from_peft(
     expected = {name for module in of_words for name in _tensors(module)}
     if differing := sorted(expected ^ set(source.tensors)):
         raise UserError(
-            f"{folder / TENSORS} does not fit {base}: each adapted matrix needs lora_A "
-            f"and lora_B in every layer, and nothing else; it differs in {differing[0]}"
-            f"{' and others' if len(differing) > 1 else ''}"
+            f"{folder / TENSORS} does not fit {base}: each adapted matrix "
+            "needs lora_A and lora_B in every layer and nothing else; it differs "
+            f"in {differing[0]}{' and others' if len(differing) > 1 else ''}"
         )
     stabilized = bool(keys.get("use_rslora"))
     text = f"{'rs' * stabilized}lora:{rank}:{alpha:g}:{','.join(words)}"
@@ -129,8 +129,9 @@ def to_peft(path: Path, out: Path, *, report: Callable[[str], None] = print) -> 
     training = run.experiment.training
     if training.adapters is None or training.train_only is not None:
         raise UserError(
-            f"{path} trained {'more than' if training.adapters else 'no'} adapters: "
-            "to-peft needs a run of --training.adapters alone"
+            "to-peft needs a run that trained with --training.adapters alone, "
+            f"and {path} trained {'more than' if training.adapters else 'no'} "
+            "adapters"
         )
     adapters = parse_adapters(training.adapters)
     arrays = {n: np.asarray(x) for n, x in named(to_nested_dict(run.model)).items()}
@@ -144,8 +145,9 @@ def to_peft(path: Path, out: Path, *, report: Callable[[str], None] = print) -> 
         a = np.ascontiguousarray(arrays[f"{module.parameter}.lora_a"][at].T)
         if name_a in tensors and not np.array_equal(tensors[name_a], a):
             raise UserError(
-                f"{module.name} is one module in this family and has one lora_A there; "
-                "q, k, v (or gate and up) were trained with one each: merge the run"
+                f"{module.name} is one module with one lora_A in PEFT, and its "
+                "parts (q, k, v or gate, up) have one each here: use recurjax "
+                "convert merge"
             )
         tensors[name_a] = a
         b = tensors.setdefault(name_b, np.zeros(module.expand.shape, np.float32))
@@ -191,12 +193,16 @@ def _read(keys: dict[str, Any], file: Path) -> tuple[int, float]:
     if features:
         listed = ", ".join(f"{k} {json.dumps(v)}" for k, v in features.items())
         raise UserError(
-            f"{file}: recurjax has LoRA with one rank and one alpha for every layer, "
-            f"and not {listed}: merge these adapters with PEFT and import the model"
+            f"{file}: recurjax supports LoRA with one rank and one alpha for "
+            f"all layers, not {listed}: merge the adapters with PEFT and "
+            "import the model"
         )
     rank, alpha = keys.get("r"), keys.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(f"{file} must have r and lora_alpha, got {rank} and {alpha}")
+        raise UserError(
+            f"{file}: r must be an integer of at least 1 and lora_alpha a "
+            f"number, got {rank} and {alpha}"
+        )
     return rank, float(alpha)
 
 

@@ -66,7 +66,7 @@ def push(
     """
     check_license(license)
     if repository.is_commit:
-        raise UserError(f"{repository}: --revision names a branch, not a commit")
+        raise UserError(f"{repository}: --revision must be a branch, not a commit")
     if not dry_run:
         _check_token(repository)
     run = load_run(root, step=step, report=report)
@@ -74,7 +74,10 @@ def push(
         out = Path(folder) / "export"
         parity = to_torch(run, out, check=check, python=python)
         if not parity.within_tolerance:
-            raise UserError(f"{root} is not pushed: {parity.sentence()}")
+            raise UserError(
+                f"{root} is not pushed, because PyTorch differs from JAX: "
+                f"{parity.sentence()}"
+            )
         card = model_card(
             run,
             root,
@@ -106,7 +109,7 @@ def _check_token(repository: Repository) -> None:
         raise UserError(f"{repository}: HF_HUB_OFFLINE is set: unset it to push")
     if huggingface_hub.get_token() is None:
         raise UserError(
-            f"{repository}: pushing needs a token that may write: set HF_TOKEN"
+            f"{repository}: pushing needs a token with write permission: set HF_TOKEN"
         )
 
 
@@ -182,7 +185,7 @@ def _target(repository: Repository, private: bool) -> Iterator[None]:
         except Exception:
             what = f"the branch {branch}" if new_branch else "the repository"
             raise UserError(
-                f"{id}: the push failed and {what} that it made could not be removed: "
-                "remove it in its settings"
+                f"{id}: the push failed, and {what} created for it could not be "
+                "removed: remove it in the settings of the repository"
             ) from error
         raise

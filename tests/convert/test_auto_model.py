@@ -41,12 +41,12 @@ VARIANTS = (
 SENTENCES = {
     "inputs_embeds": "inputs_embeds is not supported: .* pass input_ids",
     "generate_embeds": "inputs_embeds is not supported: .* pass input_ids",
-    "position_ids": "position_ids is not supported: positions are counted from",
+    "position_ids": "position_ids is not supported: attention_mask defines",
     "mask": r"attention_mask must be \[B, T\] with 0 at pads, got the shape",
     "cache": "past_key_values must be this model's own cache, got a DynamicCache",
-    "static": "cache_implementation='static': a recurjax model has a cache of its own",
+    "static": "cache_implementation='static' is not supported, because a",
     "assistant": "assisted generation is not supported with stateful models",
-    "crop": "a recurrent state cannot go back to earlier tokens: copy the cache",
+    "crop": "a recurrent state cannot be cropped to earlier tokens: copy the cache",
     "resize": "the vocabulary of an exported model is fixed",
 }
 

@@ -32,7 +32,7 @@ def refused(directory, pattern, *words):
 
 
 def test_not_a_checkpoint_directory(directory):
-    refused(directory.parent / "nowhere", "there is nothing at")
+    refused(directory.parent / "nowhere", "there is no checkpoint at")
     refused(directory / "config.json", "is not a checkpoint directory")
     (directory / "config.json").unlink()
     refused(directory, "it has no config.json")
@@ -52,9 +52,11 @@ def test_a_truncated_file(directory):
     """The header of a safetensors file is checked against the size of the file."""
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    refused(directory, "model.safetensors is not a whole safetensors file: .*cut off")
+    refused(
+        directory, "model.safetensors is not a complete safetensors file: .*cut off"
+    )
     file.write_bytes(b"\x00" * 4)
-    refused(directory, "model.safetensors is not a whole safetensors file")
+    refused(directory, "model.safetensors is not a complete safetensors file")
 
 
 def change_header(file, change):
@@ -71,7 +73,7 @@ def test_a_header_that_lies_about_offsets(directory):
         header[UP]["data_offsets"][0] -= 64
 
     change_header(directory / "model.safetensors", overlap)
-    refused(directory, "is not a whole safetensors file: .*invalid offset")
+    refused(directory, "is not a complete safetensors file: .*invalid offset")
 
 
 def test_a_header_that_lies_about_shapes(directory):
@@ -79,7 +81,7 @@ def test_a_header_that_lies_about_shapes(directory):
         header[UP]["shape"][0] += 1
 
     change_header(directory / "model.safetensors", widen)
-    refused(directory, "model.safetensors is not a whole safetensors file")
+    refused(directory, "model.safetensors is not a complete safetensors file")
 
 
 def test_tensors_that_do_not_fit_are_named(directory):
@@ -125,15 +127,15 @@ def test_shards_outside_the_folder_are_not_opened(directory, name):
     index = directory / "model.safetensors.index.json"
     (directory.parent / "secret.safetensors").write_bytes(b"")
     index.write_text(json.dumps({"weight_map": {UP: name}}))
-    with pytest.raises(UserError, match="nothing outside the folder is read"):
+    with pytest.raises(UserError, match="must be the plain name of a file"):
         open_directory(directory)
 
 
 def test_tokenizers_that_are_missing_or_too_large(directory, tmp_path):
     other = copy_of(LLAMA, tmp_path / "other", tokens=132)
-    refused(directory, "has 132 tokens, .* only 131", "--tokenizer", other)
+    refused(directory, "has 132 tokens and .* only 131", "--tokenizer", other)
     (directory / "tokenizer.json").unlink()
-    refused(directory, "has no tokenizer.json: name one with --tokenizer")
+    refused(directory, "has no tokenizer.json: name a file with --tokenizer")
 
 
 def test_an_output_that_exists(directory, tmp_path):

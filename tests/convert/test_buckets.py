@@ -69,7 +69,7 @@ def test_what_is_not_there_or_is_there_already_is_told_and_nothing_is_sent(
     before = dict(fsspec.filesystem("memory").store)
     out = ("--no-check",)
     answer = recurjax("convert", "from-hf", f"{STORE}/none", tmp_path / "run", *out)
-    assert_refused(answer, f"{STORE}/none: nothing lies there")
+    assert_refused(answer, f"{STORE}/none: there is no such object or folder")
     answer = recurjax("convert", "from-hf", source, f"{STORE}/llama", *out)
     assert_refused(answer, f"{STORE}/llama exists already")
     answer = recurjax("convert", "from-hf", source, "https://host/x", *out)
@@ -137,4 +137,4 @@ def test_half_of_what_was_sent_is_removed(source, tmp_path, monkeypatch):
 
 def test_options_stand_behind_the_places_where_one_is_a_url(source):
     words = ("convert", "from-hf", "--no-check", source, f"{STORE}/runs/llama")
-    assert_refused(recurjax(*words), "name SOURCE and OUT first")
+    assert_refused(recurjax(*words), "SOURCE and OUT must come before")

@@ -104,15 +104,15 @@ def test_a_tokenizer_of_the_header_s_fields():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": None}, "m.gguf has no list of texts tokenizer.ggml.tokens"),
-        ({"merges": None}, "m.gguf has no list of texts tokenizer.ggml.merges"),
-        ({"tokens": [1, 2, 3]}, "no list of texts tokenizer.ggml.tokens"),
+        ({"tokens": None}, "m.gguf has no list of strings tokenizer.ggml.tokens"),
+        ({"merges": None}, "m.gguf has no list of strings tokenizer.ggml.merges"),
+        ({"tokens": [1, 2, 3]}, "no list of strings tokenizer.ggml.tokens"),
         ({"merges": ["a c"]}, "m.gguf: merges do not fit the tokens"),
-        ({"merges": ["a"]}, "m.gguf: merges do not fit the tokens: one is no pair"),
+        ({"merges": ["a"]}, "m.gguf: each merge must be two tokens"),
         ({"eos_token_id": 3}, "eos_token_id must be a token's number, got 3"),
         ({"eos_token_id": -1}, "eos_token_id must be a token's number, got -1"),
         ({"token_type": 3}, "token_type must be a list"),
-        ({"model": ["gpt2"]}, "has a tokenizer of kind"),
+        ({"model": ["gpt2"]}, "the tokenizer must be"),
     ],
 )
 def test_a_tokenizer_that_is_not_whole_is_refused(change, message):

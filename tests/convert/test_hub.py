@@ -111,9 +111,9 @@ def test_what_is_wrong_on_the_hub_is_one_sentence(hub, checkpoint, tmp_path):
         return recurjax("convert", "from-hf", name, tmp_path / "run", "--no-check")
 
     hub.add("o/n", checkpoint)
-    assert_refused(answer("o/gone"), "o/gone: the Hub shows no such repository.*HF_TOK")
+    assert_refused(answer("o/gone"), "o/gone: the Hub has no such repository.*HF_TOK")
     assert_refused(answer("o/n@gone"), "o/n@gone: .* no such revision: name a branch")
-    assert_refused(answer("hf:gone"), "hf:gone names no repository: use hf:OWNER/NAME")
+    assert_refused(answer("hf:gone"), "hf:gone is not a repository: use hf:OWNER/NAME")
     hub.add("o/gated", checkpoint, gated=True)
     assert_refused(answer("o/gated"), "o/gated is gated: accept its terms.*HF_TOKEN")
     weights = (checkpoint / "model.safetensors").read_bytes()
@@ -158,7 +158,7 @@ def test_a_wrong_checksum_is_not_kept(hub, checkpoint, tmp_path):
     weights = (checkpoint / "model.safetensors").read_bytes()
     hub.lfs[sha256(weights)] = weights[:-1] + bytes([weights[-1] ^ 1])
     words = ("convert", "from-hf", "o/n", tmp_path / "run", "--no-check")
-    assert_refused(recurjax(*words), "model.safetensors does not have the SHA-256")
+    assert_refused(recurjax(*words), "model.safetensors has another SHA-256")
     hub.lfs[sha256(weights)] = weights + b"more"
     assert_refused(recurjax(*words), "o/n: the Hub at .* cannot be used: .*size")
     hub.lfs[sha256(weights)] = weights

@@ -508,7 +508,7 @@ def test_transformers_loads_what_we_write(directory, tmp_path, quick_compilation
 
 def test_other_models_are_refused_for_hugging_face(tmp_path):
     run = run_of(STACKS["recurrent_transformer"], tmp_path)
-    with pytest.raises(UserError, match="no architecture of Hugging Face"):
+    with pytest.raises(UserError, match="transformers has no architecture"):
         to_torch(run, tmp_path / "out", format="hf")
     assert not (tmp_path / "out").exists()
 
@@ -602,5 +602,7 @@ def test_a_truncated_export_is_refused(tmp_path):
     file = tmp_path / "export" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     answer = recurjax("convert", "from-torch", tmp_path / "export", tmp_path / "out")
-    assert_refused(answer, "model.safetensors is not a whole safetensors file: .*cut")
+    assert_refused(
+        answer, "model.safetensors is not a complete safetensors file: .*cut"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"export"}

@@ -104,12 +104,12 @@ def open_gguf(
         if max(ends, default=0) > path.stat().st_size:
             raise ValueError("it ends inside its tensors")
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path} is not a whole GGUF file: {error}") from error
+        raise UserError(f"{path} is not a complete GGUF file: {error}") from error
     architecture: Any = fields.get("general.architecture")
     if architecture not in list(_ARCHITECTURES):
         raise UserError(
-            f"{path}: architecture {architecture!r} is not supported: known are "
-            f"{', '.join(_ARCHITECTURES)}"
+            f"{path}: architecture must be one of {', '.join(_ARCHITECTURES)}, "
+            f"got {architecture!r}"
         )
     # Keys of config.json, so that the reader of Hugging Face's serves.
     factors = {
@@ -174,7 +174,7 @@ class GgufFile:
             self._expand(self._tensors[name], values.reshape(-1, values.shape[-1]))
         except (NotImplementedError, ValueError) as error:
             raise UserError(
-                f"{self.where}: {name} cannot be expanded: {error}"
+                f"{self.where}: {name} cannot be dequantized: {error}"
             ) from error
         if self._one_more and values.ndim == 1 and "norm" in name:
             values -= 1

@@ -29,14 +29,18 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
     kind, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != "gpt2" or words not in ("smollm", "gpt-2", "qwen2"):
         raise UserError(
-            f"{where} has a tokenizer of kind {kind!r} with words {words!r}; known is "
-            "gpt2 with smollm, gpt-2 or qwen2: name a tokenizer.json with --tokenizer"
+            f"{where}: the tokenizer must be gpt2 with smollm, gpt-2 or qwen2 "
+            f"pre-tokens, got {kind!r} with {words!r}: name a tokenizer.json "
+            "with --tokenizer"
         )
     tokens = _texts(fields, "tokens", where)
     merges = [merge.partition(" ") for merge in _texts(fields, "merges", where)]
     # A merge is two tokens with a space between.
     if not all(space for _, space, _ in merges):
-        raise UserError(f"{where}: merges do not fit the tokens: one is no pair")
+        raise UserError(
+            f"{where}: each merge must be two tokens with a space between: "
+            "name a tokenizer.json with --tokenizer"
+        )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         tokenizer = tokenizers.Tokenizer(
@@ -101,7 +105,7 @@ def _texts(fields: dict[str, Any], name: str, where: str) -> list[str]:
     texts = fields.get(f"tokenizer.ggml.{name}")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
-            f"{where} has no list of texts tokenizer.ggml.{name}: name a "
+            f"{where} has no list of strings tokenizer.ggml.{name}: name a "
             "tokenizer.json with --tokenizer"
         )
     return texts

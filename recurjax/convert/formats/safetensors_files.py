@@ -52,7 +52,10 @@ class SafetensorsFiles:
             # Shards may not hold the same tensor twice: which one would count?
             for name, info, offset in _header(file):
                 if name in self.tensors:
-                    raise UserError(f"{where} holds the tensor {name} twice")
+                    raise UserError(
+                        f"{where} holds the tensor {name} twice: use an undamaged "
+                        "checkpoint"
+                    )
                 self.tensors[name] = info
                 self._places[name] = _Place(file, offset)
 
@@ -120,7 +123,7 @@ def _header(file: Path) -> list[tuple[str, TensorInfo, int]]:
             pass
     except SafetensorError as error:
         raise UserError(
-            f"{file} is not a whole safetensors file: {_reason(error, file)}"
+            f"{file} is not a complete safetensors file: {_reason(error, file)}"
         ) from error
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))

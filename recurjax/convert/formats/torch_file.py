@@ -42,7 +42,7 @@ def reason_of(error: Exception) -> str:
     """Says why torch did not read a file, without its advice to unpickle all of it."""
     asked_for = re.search(r"GLOBAL ([\w.]+)", str(error))
     if asked_for is not None:
-        return f"it asks for {asked_for[1]}"
+        return f"it needs {asked_for[1]}"
     first = next(iter(str(error).strip().splitlines()), "")
     return "it is damaged" if not first or "weights" in first.lower() else first
 
@@ -60,15 +60,15 @@ def open_torch_file(path: Path) -> TorchFile:
         torch = import_module("torch")
     except ImportError as error:
         raise UserError(
-            f"{path} is a file of torch.save, which needs torch (pip install "
-            "'recurjax[torch]'): or save it as safetensors"
+            f"{path} is a torch.save file, which needs torch: pip install "
+            "'recurjax[torch]', or save it as safetensors"
         ) from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's and torch's errors have no common class
         raise UserError(
-            f"{path} holds no plain state dict, and nothing else is unpickled: "
-            f"{reason_of(error)}"
+            f"{path} must be a plain state dict, because recurjax unpickles "
+            f"nothing else: {reason_of(error)}"
         ) from error
     for key in ("model", "state_dict", "task"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -77,5 +77,5 @@ def open_torch_file(path: Path) -> TorchFile:
         isinstance(name, str) and isinstance(value, torch.Tensor)
         for name, value in content.items()
     ):
-        raise UserError(f"{path} holds no state dict: names and tensors")
+        raise UserError(f"{path} must be a state dict, which maps names to tensors")
     return TorchFile(content, where=str(path))

@@ -96,9 +96,15 @@ def from_hf(
             # A tokenizer from elsewhere may come without what belongs to the model.
             text.settings = text.settings.filled(beside)
     if hf.read_over:
-        report(f"{path}: read over, as they change no model: {', '.join(hf.read_over)}")
+        report(
+            f"{path}: ignored, because they do not change the model: "
+            f"{', '.join(hf.read_over)}"
+        )
     if hf.text_of is not None:
-        report(f"{path}: {hf.text_of} is read without its images: the text model alone")
+        report(
+            f"{path}: {hf.text_of} is imported without its image encoder, as a "
+            "text model"
+        )
     if hf.config.tied_head and _has_own_head(hf.architecture, source):
         # transformers follows the flag and would drop the head that was trained.
         report(
@@ -128,7 +134,7 @@ def _open(
     directory: Path, ignored_keys: Collection[str]
 ) -> tuple[HfModel, TensorSource]:
     if not directory.exists():
-        raise UserError(f"there is nothing at {directory}")
+        raise UserError(f"there is no checkpoint at {directory}: check the path")
     if not directory.is_dir():
         raise UserError(
             f"{directory} is not a checkpoint directory: name the folder that holds "
@@ -169,8 +175,8 @@ def _with_vocabulary(
     # A token without a row of the table could not be read.
     if tokenizer.vocabulary > rows:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} tokens, the model in {path} "
-            f"only {rows}: name the model's own with --tokenizer"
+            f"the tokenizer has {tokenizer.vocabulary} tokens and the model in "
+            f"{path} only {rows}: name the model's own with --tokenizer"
         )
     return dataclasses.replace(
         config, vocabulary=tokenizer.vocabulary, pad_vocabulary_to=rows

@@ -179,7 +179,7 @@ class Keys:
             if value is None or (key in NEUTRAL and value == NEUTRAL[key]):
                 self.read_over.append(key)
             else:
-                self._wrong.append(f"{key} {value!r:.200} is not understood")
+                self._wrong.append(f"{key} {value!r:.200} is unknown")
         return self._wrong
 
     def finish(self) -> None:
@@ -190,8 +190,8 @@ class Keys:
         """
         if problems := self.problems():
             raise UserError(
-                f"{self._where}: {first_few(problems)} (--ignore-key NAME leaves "
-                "out a key that does not change the model)"
+                f"{self._where}: {first_few(problems)} (if a key does not change "
+                "the model, --ignore-key NAME ignores it)"
             )
 
 
@@ -203,7 +203,8 @@ def read_keys(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise UserError(
-            f"{file.parent} is not a checkpoint directory: it has no {file.name}"
+            f"{file.parent} is not a checkpoint directory: it has no "
+            f"{file.name}; name the folder that has it"
         )
     return read_json_object(file, "the model's config")
 

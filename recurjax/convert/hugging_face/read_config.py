@@ -70,14 +70,14 @@ def model_from_keys(
         architecture, sizes = _TEXT_MODELS[text_of]
         inner = values.get("text_config")
         if not isinstance(inner, dict):
-            raise UserError(f"{where}: {text_of} needs an object text_config")
+            raise UserError(f"{where}: {text_of} must have an object text_config")
         # Of what is around it only the tie concerns the text model.
         tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
         values = sizes | tied | inner
     if architecture not in list(FAMILIES):  # a list compares also what has no hash
         raise UserError(
-            f"{where}: model_type {architecture!r} is not supported: known are "
-            f"{', '.join([*FAMILIES, *_TEXT_MODELS])}"
+            f"{where}: model_type must be one of "
+            f"{', '.join([*FAMILIES, *_TEXT_MODELS])}, got {architecture!r}"
         )
     family = FAMILIES[architecture]
     # Keys are taken as they are understood; what is left at the end is an error.

@@ -239,7 +239,7 @@ class Ropes:
         local = keys.number("rope_local_base_freq", self.local)
         kinds = {name: new.pop(name, None) or {} for name in _KINDS}
         for name in new:
-            keys.wrong(f"rope_parameters.{name} is not understood")
+            keys.wrong(f"rope_parameters.{name} is unknown")
         full, sliding = kinds.values()
         values["position"] = self._rope(keys, old | full, base, fraction, context)
         values["local_position"] = self._rope(keys, sliding, local, fraction, context)

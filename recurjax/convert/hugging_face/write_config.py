@@ -38,8 +38,8 @@ def hf_keys(
     """
     if not isinstance(config.stack, TransformerConfig):
         raise UserError(
-            f"{type(config.stack).__name__} is no architecture of Hugging Face: leave "
-            "--format at torch"
+            "--format hf: transformers has no architecture for "
+            f"{type(config.stack).__name__}: use --format torch"
         )
     differences: dict[str, list[str]] = {}
     values = values_of(exported(config), length=length)
@@ -67,8 +67,9 @@ def hf_keys(
     # The one with fewest differences, so that the reader sees what is in the way.
     nearest = min(differences, key=lambda name: len(differences[name]))
     raise UserError(
-        f"this model is none of {', '.join(FAMILIES)}; from {nearest} it differs in "
-        f"{first_few(differences[nearest])}: leave --format at torch"
+        f"--format hf: the model fits none of {', '.join(FAMILIES)}; it "
+        f"differs from {nearest} in {first_few(differences[nearest])}: use "
+        "--format torch"
     )
 
 

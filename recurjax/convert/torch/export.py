@@ -106,18 +106,19 @@ def to_torch(
     config = run.model.config
     if format == "torch" and type(config.stack) not in TEMPLATES:
         raise UserError(
-            f"{type(config.stack).__name__} has no PyTorch module yet: known are "
-            f"{', '.join(kind.__name__ for kind in TEMPLATES)}"
+            f"{type(config.stack).__name__} has no PyTorch module: export one "
+            f"of {', '.join(kind.__name__ for kind in TEMPLATES)}"
         )
     if config.row_decoder:
         raise UserError(
-            "a model with a row decoder, which the objective Compress trains, tells "
-            "rows and no next tokens: it has no PyTorch module"
+            "a model with a row decoder, trained with the objective Compress, "
+            "predicts no next tokens and has no PyTorch module"
         )
     if format == "torch" and _asks_length(config.stack):
         raise UserError(
-            "the PyTorch module knows no rope whose angles depend on the sequence's "
-            "length (DynamicScaling, LongScaling of two lists): use --format hf"
+            "--format torch does not support rope scalings that depend on the "
+            "sequence's length (DynamicScaling, LongScaling of two lists): "
+            "use --format hf"
         )
     keys = _config(run) if format == "torch" else _hf_config(run)
     model = run.model if format == "torch" else exported_model(run.model)
@@ -396,8 +397,8 @@ def from_torch(
     keys = read_keys(file)
     if keys.get("format") != FORMAT:
         raise UserError(
-            f"{file} is no export of this version of recurjax: its format is "
-            f"{keys.get('format')!r}, not {FORMAT!r}"
+            f"{file} must have the format {FORMAT!r} of this version of "
+            f"recurjax, got {keys.get('format')!r}: export the run again"
         )
     missing = [name for name in ("model", "experiment", "step") if name not in keys]
     # Name each one, so that a file of another kind differs from a damaged one.
@@ -405,7 +406,10 @@ def from_torch(
         raise UserError(f"{file} lacks {', '.join(missing)}")
     step = keys["step"]
     if type(step) is not int or not 0 <= step <= LARGEST_SIZE:
-        raise UserError(f"{file}: step must be a number of steps, got {step!r:.60}")
+        raise UserError(
+            f"{file}: step must be an integer from 0 to {LARGEST_SIZE}, got "
+            f"{step!r:.60}"
+        )
     config = from_json(ModelConfig, keys["model"], path="model")
     # The experiment next to the model, so that a run can continue from it.
     experiment = from_json(Experiment, keys["experiment"], path="experiment")

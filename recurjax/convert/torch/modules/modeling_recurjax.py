@@ -66,8 +66,8 @@ class RecurjaxCache(Cache):
 
     def crop(self, max_length: int) -> None:
         raise NotImplementedError(
-            "a recurrent state cannot go back to earlier tokens: copy the cache before "
-            "them (copy.deepcopy) and go on from the copy"
+            "a recurrent state cannot be cropped to earlier tokens: copy the "
+            "cache before them (copy.deepcopy) and continue from the copy"
         )
 
 
@@ -141,7 +141,7 @@ class RecurjaxForCausalLM(PreTrainedModel, GenerationMixin):
         """
         _refuse(kwargs, attention_mask, past_key_values)
         if input_ids is None:
-            raise ValueError("a recurjax model reads input_ids, and got none")
+            raise ValueError("a recurjax model needs input_ids, got none")
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
         if past_key_values is None and use_cache:
@@ -198,8 +198,9 @@ class RecurjaxForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         if generation_config.cache_implementation is not None:
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: a "
-                "recurjax model has a cache of its own; leave it out"
+                f"cache_implementation={generation_config.cache_implementation!r} "
+                "is not supported, because a recurjax model has its own cache: "
+                "leave it out"
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
@@ -209,11 +210,10 @@ class RecurjaxForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 _UNSUPPORTED = {
-    "inputs_embeds": "the model reads ids, by which it also looks values up: pass "
-    "input_ids",
-    "position_ids": "positions are counted from attention_mask: leave them out",
+    "inputs_embeds": "the model looks values up by ids: pass input_ids",
+    "position_ids": "attention_mask defines the positions: leave it out",
     "output_attentions": "attention weights are not returned: leave it out",
-    "token_type_ids": "the model knows no types of tokens: leave them out",
+    "token_type_ids": "the model has no token types: leave it out",
 }
 
 
@@ -230,6 +230,6 @@ def _refuse(kwargs: dict[str, Any], mask: Tensor | None, cache: Any) -> None:
         )
     if cache is not None and not isinstance(cache, RecurjaxCache):
         raise ValueError(
-            f"past_key_values must be this model's own cache, got a "
-            f"{type(cache).__name__}: leave it out or take model.new_cache()"
+            "past_key_values must be this model's own cache, got a "
+            f"{type(cache).__name__}: leave it out or use model.new_cache()"
         )

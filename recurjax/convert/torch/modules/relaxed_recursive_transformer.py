@@ -313,7 +313,7 @@ class LoopedLayers(nn.Module):
     def check_exits(self, missing: str) -> None:
         """Raises ValueError where tokens cannot leave early, or not with these keys."""
         if self.stack["sharing"] != "cycle" and self.loops > 1:
-            raise ValueError("tokens can leave early only with sharing 'cycle'")
+            raise ValueError("early exits need sharing 'cycle'")
         allowed = ("share",) if self.first else ("propagate", "skip")
         if missing not in allowed:
             raise ValueError(f"missing must be one of {allowed}, got {missing!r}")
@@ -360,7 +360,7 @@ def generate_early(
     missing = missing or ("share" if layers.first else "propagate")
     layers.check_exits(missing)
     if len(ids) != 1:
-        raise ValueError(f"generate_early: wants one row, got {len(ids)}")
+        raise ValueError(f"generate_early: ids must be one row, got {len(ids)}")
     # The prompt runs all loops, so that no depth lacks keys and values of it.
     cache = model.new_cache(ids.shape[1] + count)
     token = model(ids, cache)[:, -1].argmax(dim=-1, keepdim=True)
