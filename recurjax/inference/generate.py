@@ -299,7 +299,7 @@ def continue_requests(
       UserError, NotFinite: as `generate_tokens`.
     """
     if not requests:
-        raise UserError("there is no prompt: give at least one")
+        raise UserError("prompts is empty: give at least one prompt")
     timing = Timing() if timing is None else timing
     settings = [setting for _, setting in requests]
     if chunk is None:
@@ -428,8 +428,8 @@ def _fitting_length(
         if limit is not None and needed > limit:
             raise UserError(
                 f"prompt {setting.stream + 1} has {size} tokens and needs {needed} "
-                f"positions for {setting.max_new_tokens} new ones, but the {name} has "
-                f"only {limit}: shorten the prompt or ask for fewer new tokens"
+                f"positions for {setting.max_new_tokens} new ones, but the {name} "
+                f"has only {limit}: shorten the prompt or request fewer new tokens"
             )
     _countable(needed)
     # In steps, so that a few more new tokens do not compile another program.
@@ -440,7 +440,7 @@ def _fitting_length(
 def _countable(positions: int) -> int:
     if positions > LARGEST_SIZE:
         raise UserError(
-            f"new tokens take {positions} positions, more than {LARGEST_SIZE}: ask for "
-            "fewer new tokens"
+            f"the new tokens take {positions} positions, which exceed "
+            f"{LARGEST_SIZE}: request fewer new tokens"
         )
     return positions

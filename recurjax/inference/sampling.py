@@ -213,7 +213,7 @@ def row_keys(seed: int, rows: int) -> Key[Array, " B"]:
       UserError: the seed is not in [0, 2^32).
     """
     if not 0 <= seed < 1 << 32:
-        raise UserError(f"the seed must be from 0 to 2^32 - 1, got {seed}")
+        raise UserError(f"seed must be from 0 to 2^32 - 1, got {seed}")
     numbers = jnp.arange(rows, dtype=jnp.uint32)
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 

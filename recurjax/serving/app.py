@@ -217,8 +217,9 @@ class App:
         if host is not None and not self._is_host(_name_of(host)):
             raise RequestError(
                 403,
-                f"this server is not {host[:100]!r}: ask it by one of "
-                f"{', '.join(sorted(self._hosts))}, or start it with --allowed-host",
+                f"this server has no name {host[:100]!r}: call it "
+                f"{', '.join(sorted(self._hosts))}, or start it with "
+                "--allowed-host",
             )
         origin = request.headers.get("origin")
         if origin is None or origin in self._cors or "*" in self._cors:
@@ -226,8 +227,8 @@ class App:
         if origin.partition("://")[2] != host:
             raise RequestError(
                 403,
-                f"pages of {origin[:100]!r} may not ask this server: start it with "
-                "--cors ORIGIN for those that may",
+                f"pages of {origin[:100]!r} may not call this server: start it "
+                "with --cors ORIGIN to allow them",
             )
 
     def _is_host(self, name: str) -> bool:
@@ -241,7 +242,10 @@ class App:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         # In constant time: answers' times must not tell how much of it was right.
         if not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise RequestError(401, "the API key is missing or wrong")
+            raise RequestError(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+            )
 
     async def _read(
         self,
@@ -285,11 +289,15 @@ class App:
                     self._held += len(part)
                     if self._held > LARGEST_BODIES:
                         raise RequestError(
-                            429, "too many bodies come in at once: try again later"
+                            429,
+                            "the server is receiving too many bodies at once: "
+                            "try again later",
                         )
             if size > largest:
                 raise RequestError(
-                    413, f"a body of {request.url.path} may have {largest:,} bytes here"
+                    413,
+                    f"the body exceeds the {largest:,} bytes that {request.url.path} "
+                    "accepts: send less",
                 )
             parse = partial(read_body, data, values=values, longest=longest)
             if len(data) < _SMALL_BODY:
@@ -297,7 +305,7 @@ class App:
             return await self._in_pool(lambda: read(parse()))
         except TimeoutError:
             raise RequestError(
-                408, f"the body has not come within {BODY_SECONDS:g} s"
+                408, f"the body did not arrive within {BODY_SECONDS:g} s"
             ) from None
         finally:
             self._held -= len(data)
@@ -338,12 +346,12 @@ class App:
             known = ", ".join(self._models)
             if name is None:
                 raise RequestError(
-                    400, f"say which model: it is one of {known}", field="model"
+                    400, f"model is missing: name one of {known}", field="model"
                 )
             shown = repr(name)[:100]
             raise RequestError(
                 404,
-                f"there is no model {shown}: it is one of {known}",
+                f"there is no model {shown}: name one of {known}",
                 field="model",
                 code="model_not_found",
             )
@@ -387,7 +395,7 @@ class App:
         body = await self._read(request, lambda body: body, largest=LARGEST_TEXT)
         served, text = self._model(body), body.get("prompt")
         if not isinstance(text, str):
-            raise RequestError(400, "prompt must be a text", field="prompt")
+            raise RequestError(400, "prompt must be a string", field="prompt")
         # As in vLLM: BOS comes unless it is refused.
         special = body.get("add_special_tokens", True) is not False
         # A special token's name alone is that token, so that a client can learn its id;
@@ -467,8 +475,8 @@ class App:
         if scored and served.worker.scorer is None:
             raise RequestError(
                 400,
-                "this server tells no probabilities of prompts: take echo or logprobs, "
-                "or start it with --echo-logprobs on one device",
+                "this server returns no log-probabilities of prompts: leave echo "
+                "or logprobs out, or start it with --echo-logprobs on one device",
                 field="echo",
             )
         prompts: list[list[int]] = []
@@ -498,8 +506,8 @@ class App:
         if served.template is None:
             raise RequestError(
                 400,
-                f"{served.name} has no chat template: use /v1/completions, or serve it "
-                "with --template",
+                f"{served.name} has no chat template: use /v1/completions, or "
+                "start the server with --template",
             )
         # OpenAI's newer name of the system's role, for templates that know the older.
         if "developer" not in served.template.source:
@@ -529,8 +537,8 @@ class App:
         if top > engine.config.top_logprobs:
             raise RequestError(
                 400,
-                f"this server tells of at most {engine.config.top_logprobs} likeliest "
-                "tokens at each place",
+                f"logprobs must be at most {engine.config.top_logprobs}, the "
+                f"log-probabilities per token that this server returns, got {top}",
                 field="logprobs",
             )
         # A threshold of 0 is a threshold too.
@@ -542,8 +550,8 @@ class App:
             if present and engine.config.exit is None:
                 raise RequestError(
                     400,
-                    f"the tokens of {served.name} do not leave early: leave {name} "
-                    "out, or start the server with --exit",
+                    f"{served.name} is served without early exits: leave {name} out, "
+                    "or start the server with --exit",
                     field=name,
                 )
         requests = []
@@ -562,7 +570,9 @@ class App:
                 )
                 requests.append((ids, settings))
         if any(len(prompt) == 0 for prompt in prompts):
-            raise RequestError(400, "the prompt has no tokens", field="prompt")
+            raise RequestError(
+                400, "prompt has no tokens: send at least one", field="prompt"
+            )
         streams = served.worker.submit(
             requests, scored=scored, continues=options.max_tokens != 0
         )
@@ -618,14 +628,16 @@ def check_budget(
         if isinstance(prompt, str) and len(prompt.encode()) > room * longest:
             raise RequestError(
                 400,
-                f"{field} has {len(prompt.encode()):,} bytes, a slot has {room:,} "
-                f"tokens of at most {longest} bytes each: send a shorter text",
+                f"{field} has {len(prompt.encode()):,} bytes and a slot has "
+                f"{room:,} tokens of at most {longest} bytes each: send a shorter "
+                "text",
                 field=field,
             )
         if not isinstance(prompt, str) and len(prompt) > room:
             raise RequestError(
                 400,
-                f"{field} has {len(prompt):,} tokens, a slot has {room:,}: send fewer",
+                f"{field} has {len(prompt):,} tokens and a slot has {room:,}: send "
+                "fewer",
                 field=field,
             )
 

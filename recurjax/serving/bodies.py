@@ -117,10 +117,16 @@ def _check_counts(data: bytes | bytearray, values: int) -> None:
     signs = len(data) - len(data.translate(None, b',[{"'))
     if signs > values and re.match(_VALUES % (values + 1), data):
         raise RequestError(
-            413, f"the body may have {values:,} commas, brackets and texts here"
+            413,
+            f"the body exceeds the {values:,} commas, brackets and strings "
+            "that are accepted here: send less",
         )
     if data.count(b":") > MOST_NAMES and re.match(_NAMES % (MOST_NAMES + 1), data):
-        raise RequestError(413, f"the body may have {MOST_NAMES:,} names of fields")
+        raise RequestError(
+            413,
+            f"the body exceeds the {MOST_NAMES:,} field names that are "
+            "accepted: send fewer",
+        )
 
 
 def _check_texts(data: bytes | bytearray, longest: int) -> None:
@@ -152,7 +158,7 @@ def read_options(
         if name not in known:
             raise RequestError(
                 400,
-                f"there is no field {repr(name)[:100]} in such a request",
+                f"a request has no field {repr(name)[:100]}: leave it out",
                 field=name[:100],
             )
     # Clients send OpenAI's defaults along; those change nothing here.
@@ -169,14 +175,19 @@ def read_options(
     if not texts or len(stop) > MOST_STOP_STRINGS:
         raise RequestError(
             400,
-            f"stop must be a text or up to {MOST_STOP_STRINGS} of them, none empty",
+            f"stop must be a non-empty string or up to {MOST_STOP_STRINGS} of them",
             field="stop",
         )
     options = _single(body, "stream_options", {}, dict, "an object")
     for name in options:
         if name != "include_usage":
             shown = repr(name)[:100]
-            raise RequestError(400, f"stream_options has no {shown}", field=name[:100])
+            raise RequestError(
+                400,
+                f"stream_options has no field {shown}, only include_usage: leave "
+                "it out",
+                field=name[:100],
+            )
     top = _top_logprobs(body, chat=chat)
     seed = _number(body, "seed", None, whole=True, least=-(2**63), most=2**64)
     # 0 and -1 say in other servers' words that all tokens are kept.
@@ -241,7 +252,8 @@ def read_prompts(body: Mapping[str, Any]) -> list[str] | list[list[int]]:
             return prompt
     raise RequestError(
         400,
-        "prompt must be a text, a list of texts, ids of tokens or a list of such lists",
+        "prompt must be a string, a list of strings, a list of token ids "
+        "or a list of such lists",
         field="prompt",
     )
 
@@ -256,14 +268,15 @@ def read_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if len(json.dumps(options)) > LONGEST_OPTIONS:
         raise RequestError(
             400,
-            f"chat_template_kwargs may have {LONGEST_OPTIONS:,} characters of JSON",
+            f"chat_template_kwargs must be at most {LONGEST_OPTIONS:,} "
+            "characters of JSON",
             field="chat_template_kwargs",
         )
     for name in ("messages", "add_generation_prompt"):
         if name in options:
             raise RequestError(
                 400,
-                f"chat_template_kwargs cannot set {name}",
+                f"chat_template_kwargs cannot set {name}: leave it out",
                 field="chat_template_kwargs",
             )
     return options
@@ -275,7 +288,7 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
         raise RequestError(
             400,
-            f"messages must be a list of at least one and at most {MOST_MESSAGES}",
+            f"messages must be a list of 1 to {MOST_MESSAGES} messages",
             field="messages",
         )
     return [_message(message, number) for number, message in enumerate(messages)]
@@ -289,7 +302,9 @@ def _message(message: Any, number: int) -> dict[str, str]:
         )
     if len(message["role"]) > LONGEST_ROLE:
         raise RequestError(
-            400, f"{where}: a role may have {LONGEST_ROLE} characters", field="messages"
+            400,
+            f"{where}: role must be at most {LONGEST_ROLE} characters",
+            field="messages",
         )
     content = message.get("content")
     # Content in parts: text parts are joined, any other kind is refused.
@@ -304,7 +319,11 @@ def _message(message: Any, number: int) -> dict[str, str]:
         if len(texts) == len(content):
             content = "".join(texts)
     if not isinstance(content, str):
-        raise RequestError(400, f"{where}: content must be text", field="messages")
+        raise RequestError(
+            400,
+            f"{where}: content must be a string or a list of text parts",
+            field="messages",
+        )
     return {"role": message["role"], "content": content}
 
 
@@ -316,7 +335,9 @@ def _top_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
     if not _flag(body, "logprobs"):
         if top:
             raise RequestError(
-                400, "top_logprobs needs logprobs true", field="top_logprobs"
+                400,
+                "top_logprobs needs logprobs true: set it, or leave top_logprobs out",
+                field="top_logprobs",
             )
         return None
     return top

@@ -41,7 +41,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"cannot listen on {host} port {port}: {reason}; name another with --port"
+            f"cannot listen on {host} port {port}: {reason}; choose another "
+            "port with --port"
         ) from error
     return bound
 

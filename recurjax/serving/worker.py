@@ -137,7 +137,9 @@ class Worker:
         if self.engine is None:
             raise RequestError(503, "the model is being compiled: try again soon")
         if self.draining:
-            raise RequestError(503, "the server is ending: it takes nothing more")
+            raise RequestError(
+                503, "the server is shutting down and accepts no more requests"
+            )
         return self.engine
 
     @property
@@ -172,7 +174,8 @@ class Worker:
         if self.open + len(requests) > most:
             raise RequestError(
                 429,
-                f"{self.open} requests are open, of at most {most}: try again later",
+                f"{self.open} requests are open and the server takes {most}: try "
+                "again later",
             )
         news: asyncio.Queue[tuple[AnswerStream, News]] = asyncio.Queue()
         streams = [
@@ -193,8 +196,9 @@ class Worker:
         if texts > (most := self.most_texts):
             raise RequestError(
                 400,
-                f"a request asks for {texts} texts (prompts times n), this server "
-                f"takes {most} at once: send fewer, or serve with a larger --queue",
+                f"a request asks for {texts} texts (prompts times n) and this "
+                f"server takes {most} at once: send fewer, or start it with a "
+                "larger --queue",
             )
 
     def cancel(self, stream: AnswerStream) -> None:

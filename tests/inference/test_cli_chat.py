@@ -92,12 +92,12 @@ def test_commands_change_the_talk(chat, tmp_path):
     said = err.splitlines()
     assert said[1:4] == ["system: (none)", "(started again)", f"(3 messages in {file})"]
     assert said[4:6] == ["temperature 0", "temperature 0.5"]
-    assert said[6] == "recurjax: /temperature needs a number, got 'warm'"
+    assert said[6] == "recurjax: /temperature needs a number of at least 0, got 'warm'"
     assert said[7].endswith("temperature: must be >= 0, got -1.0")
     assert "a second, ended by its limit" in said[8] and "KiB" in said[9]
     assert said[10:12] == ["(forgotten)", "system: short"]
     assert said[-2] == "recurjax: there is no command /wings: /help lists them"
-    assert said[-1] == "recurjax: /save needs the name of a file"
+    assert said[-1] == "recurjax: /save needs a file name"
     roles = [row["role"] for row in json.loads(file.read_text())["messages"]]
     assert roles == ["system", "user", "assistant"]
 
@@ -112,7 +112,9 @@ def test_a_saved_talk_goes_on(chat, tmp_path):
     assert [row["content"] for row in said] == ["one", "bcdef", "two", "bcdef"]
     file.write_text('{"messages": [{"role": "user"}]}')
     _, err = chat(f"/load {file}", f"/load {tmp_path}/none")
-    assert f"{file} holds no talk" in err and "none cannot be read" in err
+    assert (
+        f"{file} must be a saved conversation" in err and "none cannot be read" in err
+    )
 
 
 def test_the_next_turn_reads_only_what_is_new(talk):
@@ -138,11 +140,11 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_talk(talk, engine):
 def test_a_talk_that_is_too_long_is_told_and_stays_as_it_was(talk):
     talk.ask("a", lambda piece: None)
     before = list(talk.messages)
-    with pytest.raises(UserError, match="more than the 64 that fit: /reset"):
+    with pytest.raises(UserError, match="the model's cache 64: /reset"):
         talk.ask("x" * 60, lambda piece: None)
     assert talk.messages == before
     talk.reset()
-    with pytest.raises(UserError, match="nothing to answer again"):
+    with pytest.raises(UserError, match="/retry needs an answer to replace"):
         talk.retry(lambda piece: None)
 
 

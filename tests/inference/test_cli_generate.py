@@ -128,13 +128,13 @@ def test_a_file_of_other_texts_is_not_added_to(tmp_path):
     before = out.read_bytes()
     with pytest.raises(UserError, match="other settings or another checkpoint"):
         run(["r", *options, "--seed", "4"])
-    with pytest.raises(UserError, match="continues another prompt than number 1 of"):
+    with pytest.raises(UserError, match="continues another prompt than number 1: name"):
         run(["r", *options, "--prompt", "q"])
     assert out.read_bytes() == before
     out.write_text('{"number": 0}\n')
-    with pytest.raises(UserError, match="no text of an earlier run"):
+    with pytest.raises(UserError, match="is not from an earlier call"):
         run(["r", *options])
-    with pytest.raises(UserError, match="cannot write texts to"):
+    with pytest.raises(UserError, match="cannot write to"):
         run(["r", *options[:-1], str(tmp_path)])
 
 
@@ -182,7 +182,7 @@ def test_two_places_for_the_same_texts_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "\n \n", "no prompt in"),
+        ("a.txt", "\n \n", "has no prompt"),
         ("a.jsonl", '"a"\n\n{"b"\n', "line 3 of .* is not valid JSON"),
         ("a.jsonl", '"a"\n{"prompt": "a"}\n', "line 2: must be a JSON string"),
     ],

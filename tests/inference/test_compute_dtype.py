@@ -204,5 +204,5 @@ def test_xla_for_cpus_widens_a_bfloat16_cache_to_write_a_token():
 def test_a_gradient_that_would_be_lost_is_refused():
     weights = jnp.ones((3, 4, 4), jnp.bfloat16)
     jax.grad(lambda w: layers_of(w, cached=False))(weights)
-    with pytest.raises(NotImplementedError, match="no gradient in bfloat16 weights"):
+    with pytest.raises(NotImplementedError, match="no gradient with bfloat16 weights"):
         jax.grad(lambda w: layers_of(w, cached=True))(weights)

@@ -87,7 +87,7 @@ def test_more_than_the_machine_holds_is_refused_before_it_is_asked_for(model, wi
 
 @pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 2**40, 10**30])
 def test_an_id_that_no_integer_of_the_device_holds_is_no_token(model, wrong):
-    with pytest.raises(UserError, match=r"prompt 2 has tokens from .* the model knows"):
+    with pytest.raises(UserError, match=r"prompt 2 has tokens from .* the model's are"):
         chunks_of_four(model, [[1, 2], [3, wrong]])
 
 
@@ -343,7 +343,7 @@ def text_error(model, prompts, *, tokenizer=BYTES, **options) -> str:
 
 
 def test_what_cannot_be_continued_is_refused_in_a_sentence(model):
-    assert "no prompt" in text_error(model, [])
+    assert "prompts is empty" in text_error(model, [])
     assert "wrap it" in text_error(model, "To be")
     without_bos = ByteTokenizer(bos=False)
     message = text_error(model, ["a", ""], tokenizer=without_bos)
@@ -358,8 +358,8 @@ def test_what_cannot_be_continued_is_refused_in_a_sentence(model):
 
 def test_a_tokenizer_larger_than_the_model_is_refused():
     small = build(vocabulary=200)
-    assert "257 tokens, the model only 200" in text_error(small, ["a"])
-    with pytest.raises(UserError, match="from 3 to 250, the model knows 0 to 199"):
+    assert "257 tokens and the model only 200" in text_error(small, ["a"])
+    with pytest.raises(UserError, match="from 3 to 250 and the model's are 0 to 199"):
         generate_tokens(small, [[250, 3]], max_new_tokens=2)
     with pytest.raises(UserError, match="prompt 1 has no tokens"):
         generate_tokens(small, [[]], max_new_tokens=2)

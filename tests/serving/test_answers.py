@@ -44,7 +44,7 @@ def test_probabilities_of_prompts_can_be_left_out(engine):
         server.wait()
         body = {"prompt": "a", "echo": True, "logprobs": 1}
         status, message = told(server, "/v1/completions", body)
-    assert status == 400 and "take echo or logprobs" in message
+    assert status == 400 and "leave echo or logprobs out" in message
 
 
 def test_the_ids_of_tokens_come_where_they_are_asked_for(server):

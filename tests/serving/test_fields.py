@@ -126,13 +126,13 @@ def test_more_texts_than_can_wait_are_refused_before_they_are_tokenized(
     assert status == 400 and "a request asks for 6336 texts" in message
     long = {"prompt": "a" * 49}
     status, message = told(server, "/v1/completions", long)
-    assert status == 400 and "prompt has 49 bytes, a slot has 48 tokens" in message
+    assert status == 400 and "prompt has 49 bytes and a slot has 48 tokens" in message
     chat = {"messages": [{"role": "user", "content": "a" * 49}]}
     status, message = told(server, "/v1/chat/completions", chat)
     assert status == 400 and "messages has 49 bytes" in message
     ids = {"prompt": [1] * 49, "n": 6}
     status, message = told(server, "/v1/completions", ids)
-    assert status == 400 and "prompt has 49 tokens, a slot has 48" in message
+    assert status == 400 and "prompt has 49 tokens and a slot has 48" in message
 
 
 def served(**options) -> Served:

@@ -123,7 +123,7 @@ MALFORMED = [
     ({"prompt": []}, "prompt must be"),
     ({"prompt": [[]]}, "prompt must be"),
     ({"prompt": [-1]}, "prompt must be"),
-    ({"prompt": [300]}, "the model knows 0 to 256"),
+    ({"prompt": [300]}, "the model's are 0 to 256"),
     ({"prompt": "a" * 60}, "a slot has 48"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens must be an integer from 1"),
     ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be an integer"),
@@ -138,16 +138,16 @@ MALFORMED = [
     ({"prompt": "a", "stop": 5}, "stop must be"),
     ({"prompt": "a", "stream": "yes"}, "stream must be true or false"),
     ({"prompt": "a", "seed": "x"}, "seed must be an integer"),
-    ({"prompt": "a", "logprobs": 9}, "at most 2 likeliest tokens"),
+    ({"prompt": "a", "logprobs": 9}, "logprobs must be at most 2"),
     ({"prompt": "a", "exit": "confidence:0.7"}, "exit must be a number from 0 to 1"),
     ({"prompt": "a", "exit": 1.5}, "exit must be a number from 0 to 1"),
     ({"prompt": "a", "exit": 0}, "leave exit out, or start the server with --exit"),
     ({"prompt": "a", "return_exits": True}, "leave return_exits out"),
     ({"prompt": "a", "return_exits": 1}, "return_exits must be true or false"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty is not supported"),
-    ({"prompt": "a", "wings": 2}, "there is no field 'wings'"),
-    ({"prompt": "a", "messages": []}, "there is no field 'messages'"),
-    ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options has no 'x'"),
+    ({"prompt": "a", "wings": 2}, "a request has no field 'wings'"),
+    ({"prompt": "a", "messages": []}, "a request has no field 'messages'"),
+    ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options has no field 'x'"),
 ]
 
 
@@ -162,8 +162,8 @@ def test_what_is_wrong_with_a_body_is_one_sentence(server, body, said):
     [
         ({}, "messages must be a list"),
         ({"messages": ["hello"]}, "messages[0] must have a role"),
-        ({"messages": [{"role": "user"}]}, "messages[0]: content must be text"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content must be text"),
+        ({"messages": [{"role": "user"}]}, "messages[0]: content must be a string"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content must be a string"),
         ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, "'prompt'"),
     ],
 )
@@ -175,7 +175,7 @@ def test_what_is_wrong_with_a_talk_is_one_sentence(server, body, said):
 def test_unknown_models_and_routes_are_404(server):
     assert told(server, "/v1/completions", {"model": "x", "prompt": "a"}) == (
         404,
-        "there is no model 'x': it is one of abc",
+        "there is no model 'x': name one of abc",
     )
     assert told(server, "/v1/wings", {}) == (404, "there is no POST /v1/wings")
 
@@ -185,7 +185,7 @@ def test_of_several_models_one_must_be_named(engine):
     with running(lambda: engine, names=("abc", "xyz")) as server:
         server.wait()  # until then every body is refused with 503
         answer = told(server, "/v1/completions", body)
-        assert answer == (400, "say which model: it is one of abc, xyz")
+        assert answer == (400, "model is missing: name one of abc, xyz")
         assert server.ask("/v1/completions", body | {"model": "xyz"})[0] == 200
 
 
@@ -310,7 +310,7 @@ def test_keys_queues_and_draining(engine):
         server.worker._streams.add(waiting := object())
         for count, want, message in (
             (3, 400, "asks for 3 texts .* takes 2 at once"),
-            (2, 429, "1 requests are open, of at most 2: try again later"),
+            (2, 429, "1 requests are open and the server takes 2: try again later"),
         ):
             many = json.dumps({"prompt": "a", "n": count, **GREEDY}).encode()
             status, answer = server.ask("/v1/completions", data=many, headers=key)
@@ -321,7 +321,9 @@ def test_keys_queues_and_draining(engine):
         assert status == 400 and "has no chat template" in answer["error"]["message"]
         server.worker.draining = True
         status, answer = server.ask("/v1/completions", data=body, headers=key)
-        assert status == 503 and "takes nothing more" in answer["error"]["message"]
+        assert (
+            status == 503 and "accepts no more requests" in answer["error"]["message"]
+        )
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded():

@@ -128,7 +128,7 @@ def bodies(app: App, *parts: dict, path: str = "/tokenize"):
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):
     monkeypatch.setattr(serving, "BODY_SECONDS", 0.0)
     app = App({"m": served(template=None)})
-    assert bodies(app) == (408, "the body has not come within 0 s")
+    assert bodies(app) == (408, "the body did not arrive within 0 s")
     assert app._held == 0
 
 
@@ -137,7 +137,7 @@ def test_bodies_are_bounded_each_and_together(monkeypatch):
     monkeypatch.setattr(serving, "LARGEST_BODIES", 250)
     app = App({"m": served(template=None)})
     piece = {"body": b" " * 60}
-    refused = (413, "a body of /tokenize may have 100 bytes here")
+    refused = (413, "the body exceeds the 100 bytes that /tokenize accepts: send less")
     assert bodies(app, piece, piece) == refused
     assert app._held == 0
     app._held = 200  # of other requests
@@ -162,7 +162,10 @@ def test_a_body_has_16_mib_at_most():
     largest = {"body": b" " * serving.LARGEST_BODY, "more_body": False}
     assert bodies(app, largest, path=path)[0] == 400  # no JSON
     more = {"body": b" " * (serving.LARGEST_BODY + 1)}
-    refused = (413, "a body of /v1/completions may have 16,777,216 bytes here")
+    refused = (
+        413,
+        "the body exceeds the 16,777,216 bytes that /v1/completions accepts: send less",
+    )
     assert bodies(app, more, path=path) == refused
 
 
@@ -183,7 +186,10 @@ def test_a_body_has_what_its_route_can_use_at_most(path, longest, largest):
     piece = {"body": b" " * largest}
     assert bodies(app, piece | {"more_body": False}, path=path)[0] == 400
     end = {"body": b" ", "more_body": False}
-    refused = (413, f"a body of {path} may have {largest:,} bytes here")
+    refused = (
+        413,
+        f"the body exceeds the {largest:,} bytes that {path} accepts: send less",
+    )
     assert bodies(app, piece, end, path=path) == refused
     assert app._held == 0
 
@@ -528,5 +534,5 @@ def test_more_ends_of_a_text_than_an_engine_takes_are_refused(tmp_path, monkeypa
     loaded = SimpleNamespace(tokenizer=ByteTokenizer())
     monkeypatch.setattr(command, "load_run", lambda *_, **__: loaded)
     monkeypatch.setattr(command, "text_ends", lambda _: tuple(range(9)))
-    with pytest.raises(UserError, match="names 9 tokens that end a text, .* for 8: le"):
+    with pytest.raises(UserError, match="names 9 tokens and an engine takes 8: re"):
         command._served("m", tmp_path, ServeOptions(runs=()))

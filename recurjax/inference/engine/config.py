@@ -63,14 +63,14 @@ class EngineConfig:
         # differ from the same text alone.
         if self.states_gib and self.prefill != "exact":
             raise UserError(
-                f"states can be kept only with prefill exact, got prefill "
+                "states can be kept with prefill exact only, got prefill "
                 f"{self.prefill}: set prefill to exact or states_gib to 0"
             )
 
         if self.missing is not None and self.exit is None:
             raise UserError(
-                f"missing {self.missing} applies to tokens that leave early: "
-                "set exit too"
+                f"missing {self.missing} applies to early exits only: set exit "
+                "too, or leave missing out"
             )
 
     @property

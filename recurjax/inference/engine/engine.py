@@ -243,24 +243,26 @@ class Engine:
             raise UserError(f"{name} has no tokens: give it at least one")
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self._vocabulary:
             raise UserError(
-                f"{name} has tokens from {ids.min()} to {ids.max()}, the model "
-                f"knows 0 to {self._vocabulary - 1}"
+                f"{name} has tokens from {ids.min()} to {ids.max()} and the "
+                f"model's are 0 to {self._vocabulary - 1}: encode it with the "
+                "model's own tokenizer"
             )
         needed = ids.size + settings.max_new_tokens - 1  # the last one is never read
         if needed > self.config.length:
             raise UserError(
                 f"{name} has {ids.size} tokens and needs {needed} positions for "
-                f"{settings.max_new_tokens} new ones, a slot has {self.config.length}: "
-                "shorten it or request fewer new tokens"
+                f"{settings.max_new_tokens} new ones, but a slot has "
+                f"{self.config.length}: shorten it or request fewer new tokens"
             )
         if self.config.missing == "verify" and settings.sampling.temperature > 0:
             raise UserError(
-                "verify is for greedy texts: give the request temperature 0, or the "
-                "engine another way for keys that are missing"
+                "missing verify decodes greedily only: set temperature 0, or "
+                "build the engine with another missing"
             )
         if settings.threshold is not None and self.config.exit is None:
             raise UserError(
-                "a threshold is for an engine whose tokens leave early: leave it out"
+                "threshold is for an engine with early exits: leave it out, or "
+                "build the engine with exit"
             )
         most = max(self._programs.adapters - 1, 0)
         if settings.adapter > most:
@@ -271,9 +273,15 @@ class Engine:
         if settings.stop and self._tokenizer is None:
             raise UserError("stop strings need a tokenizer: give stop_tokens instead")
         if len(self._stops(settings)) > MOST_STOPS:
-            raise UserError(f"at most {MOST_STOPS} tokens may end a request")
+            raise UserError(
+                f"a request may have at most {MOST_STOPS} tokens that end it, got "
+                f"{len(self._stops(settings))}: remove some"
+            )
         if any(not 0 < n <= ids.size for n in settings.keep):
-            raise UserError(f"keep must be lengths of the prompt, got {settings.keep}")
+            raise UserError(
+                f"keep must be lengths from 1 to the prompt's {ids.size} tokens, "
+                f"got {settings.keep}"
+            )
 
     def _stops(self, settings: RequestSettings) -> set[int]:
         stops = set(settings.stop_tokens)

@@ -61,17 +61,17 @@ def slots_that_fit(
     fits = int(rest // row)
     if fits < 1:
         raise UserError(
-            f"a slot of {config.length} tokens takes {row / 2**20:,.1f} MiB, and "
-            f"{free / 2**20:,.0f} MiB are free next to {config.states_gib} GiB of kept "
-            "states: lower the slot length, the kept states or the number of new "
-            "tokens"
+            f"a slot of {config.length} tokens takes {row / 2**20:,.1f} MiB, "
+            f"and {free / 2**20:,.0f} MiB are free next to {config.states_gib} "
+            "GiB of kept states: lower the slot length or states_gib, or "
+            "request fewer new tokens"
         )
     if config.slots == "auto":
         return min(fits, MOST_SLOTS)
     if config.slots > fits:
         raise UserError(
             f"{config.slots} slots of {config.length} tokens take "
-            f"{config.slots * row / 2**30:,.2f} GiB, more than is free: {fits} fit; "
+            f"{config.slots * row / 2**30:,.2f} GiB and only {fits} slots fit: "
             "use fewer slots or request fewer new tokens"
         )
     return config.slots

@@ -34,8 +34,8 @@ def choose_strategy(
         raise UserError(reason)
     if config.exit.kind == "head" and head is None:
         raise UserError(
-            "the rule head needs a trained exit head: fit one with recurjax evaluate "
-            "exits RUN --fit-head 100, on 100 batches"
+            "the rule head needs a trained exit head: train one with recurjax "
+            "evaluate exits RUN --fit-head 100"
         )
     if verifies:
         return Verified(kind=config.exit.kind)
@@ -54,7 +54,7 @@ def refuse_engine(
     if reason is None and mesh is not None:
         reason = model.stack.refuses(mesh, config.length)
         if config.exit is not None:
-            reason = "tokens leave early on one device: ask for no mesh"
+            reason = "early exits run on one device: leave the mesh out"
     if reason is None:
         what = f"a slot of {config.length} tokens"
         reason = model.config.refuses_length(config.length, what)
@@ -62,7 +62,7 @@ def refuse_engine(
         has, knows = tokenizer.vocabulary, model.config.vocabulary
         if has > knows:
             reason = (
-                f"the tokenizer has {has} tokens, the model only {knows}: use the "
-                "tokenizer it was trained with"
+                f"the tokenizer has {has} tokens and the model only {knows}: use "
+                "the model's own tokenizer"
             )
     return reason

@@ -336,9 +336,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(verifier):
         EngineConfig(missing="skip")
     with pytest.raises(UserError, match="needs a trained exit head"):
         build_engine(model, EngineConfig(slots=1, length=8, exit=rule))
-    with pytest.raises(UserError, match="only a recursive model"):
+    with pytest.raises(UserError, match="early exits need a recursive model"):
         build_engine(build_model("rnn"), EngineConfig(slots=1, length=8, exit=rule))
     with pytest.raises(UserError, match=r"\.threshold: must be >= 0 and <= 1"):
         RequestSettings(threshold=1.5)
-    with pytest.raises(UserError, match="verify is for greedy texts"):
+    with pytest.raises(UserError, match="verify decodes greedily only"):
         verifier.submit([1, 2], RequestSettings(max_new_tokens=3))

@@ -298,9 +298,9 @@ def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
     assert slots_that_fit(model, sizes, strategy, free=10 * row) == 8
     assert slots_that_fit(model, sizes, strategy, free=2**40) == 256
     many = EngineConfig(slots=9, length=LENGTH)
-    with pytest.raises(UserError, match="more than is free: 8 fit"):
+    with pytest.raises(UserError, match="only 8 slots fit"):
         slots_that_fit(model, many, strategy, free=10 * row)
-    with pytest.raises(UserError, match="lower the slot length, the kept states"):
+    with pytest.raises(UserError, match="lower the slot length or states_gib"):
         slots_that_fit(model, sizes, strategy, free=row)
 
 
@@ -318,11 +318,11 @@ def test_files_that_a_host_keeps_in_memory_count_as_free(tmp_path, monkeypatch):
     ("prompt", "wish", "said"),
     [
         ([], {}, "no tokens"),
-        ([1, 17], {}, "the model knows 0 to 16"),
+        ([1, 17], {}, "the model's are 0 to 16"),
         ([1] * 16, {"max_new_tokens": 2}, "16 tokens and needs 17 .* a slot has 16"),
         ([1], {"stop": ("a",)}, "stop strings need a tokenizer"),
-        ([1], {"stop_tokens": tuple(range(9))}, "at most 8 tokens"),
-        ([1], {"keep": (2,)}, "keep must be lengths of the prompt"),
+        ([1], {"stop_tokens": tuple(range(9))}, "at most 8 tokens that end it, got 9"),
+        ([1], {"keep": (2,)}, "keep must be lengths from 1 to"),
     ],
 )
 def test_requests_that_cannot_run_are_refused_in_a_sentence(engine, prompt, wish, said):
@@ -346,7 +346,7 @@ def test_requests_that_cannot_run_are_refused_in_a_sentence(engine, prompt, wish
         (
             EngineConfig,
             {"states_gib": 1.0, "prefill": "sweeps:2"},
-            "only with prefill exact",
+            "with prefill exact only",
         ),
     ],
 )
@@ -357,9 +357,9 @@ def test_settings_out_of_range_are_refused_by_name(kind, wish, said):
 
 def test_engines_that_cannot_be_are_refused_in_a_sentence():
     model = build_model("rnn")
-    with pytest.raises(UserError, match="reads prompts exactly and not by 'sweeps:2'"):
+    with pytest.raises(UserError, match="for this model, got 'sweeps:2'"):
         build_engine(model, EngineConfig(slots=1, length=8, prefill="sweeps:2"))
-    with pytest.raises(UserError, match="257 tokens, the model only 17"):
+    with pytest.raises(UserError, match="257 tokens and the model only 17"):
         build_engine(model, SIZES, tokenizer=BYTES)
 
 

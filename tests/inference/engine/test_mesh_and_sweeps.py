@@ -43,7 +43,7 @@ def test_tokens_leave_early_on_one_device():
     mesh = reading_mesh(MeshConfig(data=1, tensor=2))
     rule = ExitRule(kind="confidence", threshold=0.5)
     config = EngineConfig(slots=1, length=8, exit=rule)
-    with pytest.raises(UserError, match="ask for no mesh"):
+    with pytest.raises(UserError, match="leave the mesh out"):
         build_engine(build_model("relaxed_recursive_transformer"), config, mesh=mesh)
 
 
