@@ -196,7 +196,7 @@ def accuracy(
             for label in row.slices.items():
                 by_slice.setdefault(label, []).append(rows[-1])
     if not rows:
-        raise ValueError("accuracy: no row has a target")
+        raise ValueError("accuracy: rows must have at least one target")
     # A class that was never an answer has no share; it is left out of the mean.
     total = classes[1] > 0
     places = [right / count if count else None for right, count in positions.T.tolist()]

@@ -93,7 +93,7 @@ class Answerer:
     def _check(self, question: Question) -> None:
         if not question.prompt:
             raise UserError(
-                "a prompt to continue needs at least one token: it is empty"
+                "a prompt to continue must have at least one token, got none"
             )
         # The last new token is not read again.
         needed = len(question.prompt) + question.most - 1

@@ -56,7 +56,7 @@ def loss_by_position(
       ValueError: stretch < 1, or there is nothing to predict.
     """
     if stretch < 1:
-        raise ValueError(f"loss_by_position: needs stretch of at least 1: {stretch}")
+        raise ValueError(f"loss_by_position: stretch must be at least 1, got {stretch}")
     sums = None
     for batch in batches:
         # Summed in float64 on the host: means of many batches keep their digits.
@@ -64,7 +64,9 @@ def loss_by_position(
         sums = new if sums is None else sums + new
         between()
     if sums is None or sums[1].sum() == 0:
-        raise ValueError("loss_by_position: there are no tokens to predict")
+        raise ValueError(
+            "loss_by_position: the text must have at least one token to predict"
+        )
     # Axis 0 holds nats and tokens, axis 1 the positions.
     starts = range(0, sums.shape[1], stretch)
     parts = [(start, sums[:, start : start + stretch]) for start in starts]

@@ -20,7 +20,9 @@ def ngram_bits_per_byte(train: bytes, test: bytes, *, order: int) -> float:
     if not 0 <= order <= 7:
         raise ValueError(f"ngram_bits_per_byte: order must be in 0..7, got {order}")
     if min(len(train), len(test)) <= order:
-        raise ValueError(f"ngram_bits_per_byte: texts need more than {order} bytes")
+        raise ValueError(
+            f"ngram_bits_per_byte: texts must have more than {order} bytes"
+        )
     # p_{-1}, the same for all bytes; each turn mixes in the next longer context.
     probability = np.full(len(test) - order, 1 / 256)
     for n in range(order + 1):

@@ -145,7 +145,8 @@ def core_of(
     first = first_token(tokenizer)
     if first is None:
         raise UserError(
-            "CORE puts a BOS token before each prompt, and the tokenizer has none"
+            "CORE puts a BOS token before each prompt, and the tokenizer has "
+            "none: use a run whose tokenizer has BOS"
         )
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -263,8 +264,8 @@ def score_core(
         # An item is none of its own examples.
         if len(task.items) <= task.fewshot:
             raise UserError(
-                f"{task.label} shows {task.fewshot} examples before an item and has "
-                f"only {len(task.items)} items: raise the limit or leave it out"
+                f"{task.label} shows {task.fewshot} examples before an item and "
+                f"has only {len(task.items)} items: raise --limit or leave it out"
             )
     scores = []
     for task in tasks:
@@ -277,7 +278,7 @@ def score_core(
         scores.append(TaskScore(task.label, accuracy, centered, len(items)))
         report(scores[-1])
     if not scores:
-        raise ValueError("score_core: there are no tasks")
+        raise ValueError("score_core: tasks must name at least one")
     return CoreScore(float(np.mean([s.centered for s in scores])), tuple(scores))
 
 
@@ -396,8 +397,9 @@ def cropped(prompt: Prompt, longest: int | None) -> Prompt:
     # The token before the first scored one has to stay: its state makes the score.
     if excess and excess >= prompt.start:
         raise UserError(
-            f"cropped: {longest} tokens leave out part of what is scored, which begins "
-            f"at {prompt.start} of {len(prompt.ids)}"
+            f"cropped: the last {longest} tokens of the prompt must contain "
+            f"all that is scored, which begins at {prompt.start} of "
+            f"{len(prompt.ids)}: raise longest"
         )
     return Prompt(prompt.ids[excess:], prompt.start - excess, prompt.end - excess)
 
@@ -455,7 +457,7 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
     missing = [str(file) for file in required if not file.is_file()]
     if missing:
         raise UserError(
-            f"{directory} is not a CORE bundle: no {' and no '.join(missing)}"
+            f"{directory} is not a CORE bundle: it has no {' and no '.join(missing)}"
         )
     try:
         listed = yaml.safe_load(required[0].read_text(encoding="utf-8"))["icl_tasks"]
@@ -479,7 +481,9 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
         raise UserError(f"{directory} is not a CORE bundle: {error!r}") from error
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
-        raise UserError(f"{directory} lacks files of CORE: {', '.join(missing)}")
+        raise UserError(
+            f"{directory} is an incomplete CORE bundle: it lacks {', '.join(missing)}"
+        )
     for task in settings:
         if task["label"] not in baselines:
             raise UserError(f"{required[1]} has no Random baseline for {task['label']}")
@@ -513,10 +517,11 @@ def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> Core
     label, kind = str(settings["label"]), settings["kind"]
     if kind not in get_args(TaskType):
         raise UserError(
-            f"{label} is of type {kind!r}: CORE has {', '.join(get_args(TaskType))}"
+            f"{label}: the task's type must be one of "
+            f"{', '.join(get_args(TaskType))}, got {kind!r}"
         )
     if not items:
-        raise UserError(f"{file} holds no items")
+        raise UserError(f"{file} holds no items: name a task file with at least one")
     # Every item is looked at before any is scored: a fault in the last one should not
     # show after an hour.
     for number, item in enumerate(items):

@@ -110,8 +110,8 @@ class Evaluator:
         [pair] = encode_continued(self.tokenizer, [(parts, text)])
         if not len(pair.after):
             raise UserError(
-                f"the continuation {text!r} adds no token to its context: leave this "
-                "item out"
+                f"the continuation {text!r} adds no token to its context: remove "
+                "this item"
             )
         begin = self.tokenizer.bos if (self.bos if bos is None else bos) else None
         before = [*([] if begin is None else [begin]), *pair.before.tolist()]
@@ -135,7 +135,7 @@ class Evaluator:
         """
         config, length = self.model.config, len(pair.continuation)
         what = f"a continuation of {length} tokens"
-        reason = config.refuses_length(length, what, fix="leave this item out")
+        reason = config.refuses_length(length, what, fix="remove this item")
         if reason is not None:
             raise UserError(reason)
         # The continuation's last token is scored and not read; without a limit none is.
@@ -155,7 +155,7 @@ class Evaluator:
         first = first_token(self.tokenizer)
         if first is None:
             raise UserError(
-                "a text without a context is scored after BOS or EOS, and the "
+                "scoring a text without a context starts from BOS or EOS, and the "
                 "tokenizer has neither: use tasks whose items have contexts"
             )
         return first

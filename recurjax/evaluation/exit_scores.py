@@ -105,7 +105,9 @@ def score_exits(
     scores = []
     for rule, values in tries:
         if rule == "head" and head is None:
-            raise ValueError("score_exits: the rule head needs a trained head")
+            raise ValueError(
+                "score_exits: the rule head needs a trained head, got None"
+            )
         # The six figures of `_sums` in float64, so that long texts keep their digits.
         sums = np.zeros((len(values), 6))
         for batch in batches():
@@ -121,7 +123,9 @@ def score_exits(
                 )
                 sums[number] += np.asarray(batch_sums, np.float64)
         if not sums[:, 1].all():
-            raise UserError("the text has no tokens to predict")
+            raise UserError(
+                "the text must have at least one token to predict: use more text"
+            )
         for value, (nats, tokens, text_nats, size, loops, same) in zip(
             values, sums, strict=True
         ):
@@ -199,7 +203,9 @@ def fit_exit_head(
         head, moments = _fit_step(model, batch, head, moments, optimizer=optimizer)
         steps += 1
     if steps == 0:
-        raise UserError("the exit head needs at least one batch of text to train on")
+        raise UserError(
+            "--fit-head needs at least one batch of text to train on: use more text"
+        )
     return head
 
 
@@ -225,8 +231,8 @@ def read_exit_head(run: Path) -> ExitHead | None:
     weight, bias = arrays["weight"], arrays["bias"]
     if len(weight) != len(bias):
         raise UserError(
-            f"the exit head {file} holds weights of {len(weight)} loops and biases of "
-            f"{len(bias)}: fit it again"
+            f"the exit head {file} has weights of {len(weight)} loops and "
+            f"biases of {len(bias)}: train it again with --fit-head"
         )
     return ExitHead(jnp.asarray(weight), jnp.asarray(bias))
 

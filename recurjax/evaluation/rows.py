@@ -89,7 +89,7 @@ def read_rows(run: Path) -> list[Row]:
             rows.append(row)
         except (UserError, TypeError) as error:
             raise UserError(
-                f"{file}, line {number + 1} is no row of an evaluation: remove it"
+                f"{file}, line {number + 1} is not a row of an evaluation: remove it"
             ) from error
     return rows
 

@@ -111,7 +111,7 @@ class Scorer:
 
     def __post_init__(self):
         if self.rows < 1:
-            raise UserError(f"the batch must have at least 1 row, got {self.rows}")
+            raise UserError(f"rows must be at least 1, got {self.rows}")
 
     def __call__(
         self, pairs: Sequence[Pair], journal: Journal | None = None
@@ -169,8 +169,8 @@ class Scorer:
     def _check(self, pair: Pair) -> None:
         if not pair.context or not pair.continuation:
             raise UserError(
-                "a context and its continuation need a token each: put the tokenizer's "
-                "BOS before an empty context"
+                "a context and its continuation must have at least one token "
+                "each: put the tokenizer's BOS before an empty context"
             )
         # The last token is scored from the state before it, and not read.
         length = len(pair.context) + len(pair.continuation) - 1

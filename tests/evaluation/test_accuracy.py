@@ -113,5 +113,5 @@ def test_few_logits_at_a_time_find_the_same_tokens(model, batch, monkeypatch):
 
 def test_nothing_asked_is_an_error(model, batch):
     empty = Batch(batch.ids, jnp.full_like(batch.targets, IGNORED))
-    with pytest.raises(ValueError, match="no row has a target"):
+    with pytest.raises(ValueError, match="must have at least one target"):
         accuracy([count_answers(model, empty)], LABELS)

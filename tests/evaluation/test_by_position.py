@@ -33,7 +33,7 @@ def test_each_stretch_has_the_mean_of_its_own_tokens():
 
 def test_nothing_to_predict_is_an_error():
     model = drawn(config().model)
-    with pytest.raises(ValueError, match="no tokens to predict"):
+    with pytest.raises(ValueError, match="at least one token to predict"):
         loss_by_position(model, [], stretch=3)
-    with pytest.raises(ValueError, match="stretch of at least 1"):
+    with pytest.raises(ValueError, match="stretch must be at least 1"):
         loss_by_position(model, [], stretch=0)

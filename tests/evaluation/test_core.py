@@ -176,13 +176,19 @@ def test_a_bundle_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda b: (b / "core.yaml").unlink(), "is not a CORE bundle: no .*core.yaml"),
+        (
+            lambda b: (b / "core.yaml").unlink(),
+            "is not a CORE bundle: it has no .*core.yaml",
+        ),
         (lambda b: (b / "core.yaml").write_text("- 1"), "is not a CORE bundle"),
         (
             lambda b: (b / "core.yaml").write_text("!!python/object/apply:os.abort []"),
             "is not a CORE bundle",
         ),
-        (lambda b: (b / "eval_data" / "one.jsonl").unlink(), "lacks files of CORE"),
+        (
+            lambda b: (b / "eval_data" / "one.jsonl").unlink(),
+            "an incomplete CORE bundle",
+        ),
         (
             lambda b: (b / "eval_data" / "one.jsonl").write_text("{"),
             "not valid JSON",

@@ -94,7 +94,7 @@ def test_the_tokenizer_and_chats_are_the_runs(model, harness, evaluator):
     assert model.apply_chat_template(chat) == "<user>hi"
     with pytest.raises(UserError, match="has no chat template"):
         harness.HarnessModel(evaluator).apply_chat_template(chat)
-    with pytest.raises(UserError, match="name the run directory"):
+    with pytest.raises(UserError, match="needs a run directory"):
         harness.HarnessModel.create_from_arg_obj({})
 
 

@@ -99,7 +99,7 @@ def test_answers_are_those_of_each_prompt_alone(model, tmp_path):
     again = Answerer(model=model, tokenizer=symbols, rows=2, report=done.append)
     assert again(questions, Journal(tmp_path / "answers.jsonl")) == texts
     assert done == [4]
-    with pytest.raises(UserError, match="needs at least one token"):
+    with pytest.raises(UserError, match="must have at least one token"):
         answerer([Question((), 1)])
 
 
@@ -142,7 +142,7 @@ def test_rows_come_back_as_a_table_of_the_newest(tmp_path):
         read_rows(tmp_path / "none")
     with (tmp_path / evaluations.FILE).open("a") as file:
         file.write(json.dumps({"step": 3}) + "\n")
-    with pytest.raises(UserError, match="line 4 is no row of an evaluation"):
+    with pytest.raises(UserError, match="line 4 is not a row of an evaluation"):
         read_rows(tmp_path)
 
 

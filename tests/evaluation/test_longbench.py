@@ -97,9 +97,9 @@ def test_the_harness_scores_the_same_answers_alike(tmp_path):
 def test_files_of_another_format_are_refused(tmp_path):
     file = tmp_path / "lcc.jsonl"
     for text, pattern in [
-        ('{"context": "a"}', "line 1 of .* is no item of LongBench"),
-        ("[1]", "line 1 of .* is no item of LongBench"),
-        (json.dumps(item(answers=())), "line 1 of .* is no item of LongBench"),
+        ('{"context": "a"}', "line 1 of .* must have context, input"),
+        ("[1]", "line 1 of .* must have context, input"),
+        (json.dumps(item(answers=())), "line 1 of .* must have context, input"),
         ("{", "line 1 of .*lcc.jsonl"),
         ("", "has no items"),
     ]:

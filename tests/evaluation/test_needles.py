@@ -156,7 +156,7 @@ def test_a_haystack_that_does_not_fit_or_has_no_words_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match="haystack has no words"):
         empty.item(0)
-    with pytest.raises(UserError, match="--haystack: a file cannot"):
+    with pytest.raises(UserError, match="--haystack: cannot read a file"):
         read_haystack([tmp_path / "no"], seed=1)
     (tmp_path / "a.txt").write_text("some words")
     assert read_haystack([tmp_path / "a.txt"], seed=1) == ("some words", "a.txt", 1)

@@ -151,5 +151,5 @@ def test_a_text_of_special_tokens_only_has_no_bits_per_byte(model):
 
 def test_nothing_to_predict_is_an_error(model):
     nothing = np.full_like(TARGETS, IGNORED)
-    with pytest.raises(ValueError, match="no tokens to predict"):
+    with pytest.raises(ValueError, match="at least one token to predict"):
         score(model, batches(nothing), token_bytes=BYTES, objective=NextToken())

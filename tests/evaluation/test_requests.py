@@ -166,10 +166,10 @@ def test_a_file_of_another_format_is_told_in_a_sentence(tmp_path):
         read_requests([str(tmp_path / "*.jsonl")])
     for number, (lines, pattern) in enumerate(
         [
-            ([{"text": "a"}], "line 1 is no request with a context"),
+            ([{"text": "a"}], "line 1 must be a request with a context"),
             ([], "has no requests"),
             ([line(0, 1, "a", " b", 1)], "item 0 lacks a choice"),
-            ([line(0, 0, "a", " b", 1)], "item 0 lacks a choice, or its answer"),
+            ([line(0, 0, "a", " b", 1)], "item 0 lacks a choice or its answer"),
         ]
     ):
         file = written(tmp_path / str(number) / "rc", lines)
@@ -189,16 +189,16 @@ def test_a_file_of_another_format_is_told_in_a_sentence(tmp_path):
     [
         (b"[" * 5000, "line 1 of .* nested too deep"),
         (b'{"a": "\xff"}', "line 1 of .* is not UTF-8"),
-        (b'{"a": "\\ud800"}', "half a character"),
+        (b'{"a": "\\ud800"}', "an unpaired surrogate"),
         (
             b'{"request": {"context": 1, "continuation": "b"}, "doc_id": 0, "idx": 0, '
             b'"label": 0}',
-            "line 1 is no request",
+            "line 1 must be a request",
         ),
         (
             b'{"request": {"context": "a", "continuation": "b"}, "doc_id": Infinity, '
             b'"idx": 0, "label": 0}',
-            "line 1 is no request",
+            "line 1 must be a request",
         ),
     ],
 )

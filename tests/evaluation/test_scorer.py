@@ -131,7 +131,7 @@ def test_a_text_is_cut_so_that_each_token_is_scored_once():
 def test_what_cannot_be_scored_is_refused():
     model = transformer.build(next(iter(transformer.SWITCHES.values())))
     for pair in (Pair((), (1,)), Pair((1,), ())):
-        with pytest.raises(UserError, match="need a token each"):
+        with pytest.raises(UserError, match="at least one token each"):
             Scorer(model=model)([pair])
-    with pytest.raises(UserError, match="at least 1 row"):
+    with pytest.raises(UserError, match="rows must be at least 1"):
         Scorer(model=model, rows=0)

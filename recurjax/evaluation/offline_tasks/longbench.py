@@ -95,7 +95,7 @@ def read_items(*, file: str, **_: Any) -> dict[str, Any]:
         if line.strip()
     ]
     if not items:
-        raise UserError(f"{file} has no items")
+        raise UserError(f"{file} has no items: unpack LongBench's data.zip again")
     import datasets  # pyright: ignore[reportMissingImports]
 
     return {"test": datasets.Dataset.from_list(items)}
@@ -108,7 +108,7 @@ def _item(row: Any, where: str) -> dict[str, Any]:
     texts = isinstance(context, str) and isinstance(question, str)
     if not (texts and isinstance(answers, list) and answers):
         raise UserError(
-            f"{where} is no item of LongBench, which has context, input and answers"
+            f"{where} must have context, input and answers, as LongBench's items do"
         )
     return {
         "context": context,

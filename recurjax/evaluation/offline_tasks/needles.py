@@ -98,7 +98,7 @@ def read_haystack(paths: Sequence[Path], *, seed: int) -> Haystack:
     try:
         texts = [path.read_text(encoding="utf-8") for path in paths]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--haystack: a file cannot be read: {error}") from error
+        raise UserError(f"--haystack: cannot read a file: {error}") from error
     return Haystack("\n".join(texts), ", ".join(path.name for path in paths), seed)
 
 
@@ -311,7 +311,7 @@ def wonderwords(name: str) -> tuple[str, ...]:
         text = (files("wonderwords") / "assets" / f"{name}.txt").read_text("utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise UserError(
-            "the keys of needles are words of a package that is not here: "
-            "pip install 'recurjax[ruler]'"
+            "the keys of needles are words of the package wonderwords: pip "
+            "install 'recurjax[ruler]'"
         ) from error
     return tuple(sorted({word.strip() for word in text.splitlines()} - {""}))
