@@ -228,8 +228,8 @@ def frequencies(
     exponents = -np.arange(0, rotary, 2, dtype=np.float64) / rotary
     if length is None and config.asks_length:
         raise NotImplementedError(
-            f"rotate: {type(scaling).__name__} depends on the sequence's length, which "
-            "this stack does not hand on: use another scaling"
+            f"rotate: {type(scaling).__name__} depends on the sequence's "
+            "length, which this stack does not pass: use another scaling"
         )
     match scaling:
         case DynamicScaling(factor=factor) if length and length > scaling.length:
@@ -292,8 +292,8 @@ def rotary_width(head_width: int, config: Rope) -> int:
         counts = len(config.scaling.short), len(config.scaling.long)
         if set(counts) != {rotary // 2}:
             raise ValueError(
-                f"rotate: LongScaling needs {rotary // 2} factors, one for each pair "
-                f"that is rotated, got {counts[0]} and {counts[1]}"
+                f"rotate: LongScaling needs {rotary // 2} factors, one for each "
+                f"rotated pair, got {counts[0]} and {counts[1]}"
             )
     return rotary
 
@@ -353,8 +353,8 @@ def check_cache_length(stack: str, length: int, longest: int | None) -> None:
     """
     if longest is not None and length > longest:
         raise ValueError(
-            f"{stack}: a cache of {length} tokens needs as many learned positions, the "
-            f"table has {longest}"
+            f"{stack}: a cache of {length} tokens exceeds the {longest} "
+            "learned positions: use a shorter cache"
         )
 
 
@@ -378,8 +378,8 @@ class PositionEmbedding(nnx.Module):
         """
         if x.shape[1] > self.config.length:
             raise ValueError(
-                f"PositionEmbedding: {x.shape[1]} positions in one call, the table has "
-                f"{self.config.length}"
+                f"PositionEmbedding: {x.shape[1]} positions in one call exceed the "
+                f"table's {self.config.length}: use shorter rows"
             )
         # Gathered before the cast: the gradient adds up in the table's own float32.
         return x + self.w_position[...][positions].astype(x.dtype)

@@ -318,8 +318,8 @@ def _bits(x: Array) -> Array:
 def _bits_jvp(*_):
     # Integers have no gradient: without this rule it would be zero, silently.
     raise NotImplementedError(
-        "scan_layers: a call with a cache has no gradient in bfloat16 weights on CPU: "
-        "keep the parameters in float32"
+        "scan_layers: a call with a cache has no gradient with bfloat16 "
+        "weights on CPU: keep the parameters in float32"
     )
 
 
@@ -388,7 +388,7 @@ class CacheRows:
             expected = (*leaf.shape[:axis], 1, *leaf.shape[axis + 1 :])
             if new.shape != expected or new.dtype != leaf.dtype:
                 raise ValueError(
-                    f"insert: needs a cache of one row for the same length, with "
+                    "insert: new must be a cache of one row and the same length, with "
                     f"{expected} of {leaf.dtype}, got {new.shape} of {new.dtype}"
                 )
             return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis)

@@ -151,6 +151,6 @@ def test_a_run_of_four_bits_is_written_read_and_expanded(tmp_path):
 
 def test_int4_needs_widths_that_64_divides():
     with pytest.raises(
-        UserError, match="int4 needs widths that 64 divides, and .* has"
+        UserError, match="int4 needs widths that are multiples of 64, and .* has"
     ):
         in_weight_dtype(base_of("transformer"), "int4")

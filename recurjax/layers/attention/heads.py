@@ -83,7 +83,7 @@ def keys_for_queries(
         return jnp.repeat(k, heads // k.shape[2], axis=2)
     if len(key_head_of) != heads:
         raise ValueError(
-            f"keys_for_queries: needs a key head for each of {heads} query heads, got "
-            f"{len(key_head_of)}"
+            "keys_for_queries: key_head_of must name a key head for each of "
+            f"{heads} query heads, got {len(key_head_of)}"
         )
     return k[:, :, np.asarray(key_head_of)]

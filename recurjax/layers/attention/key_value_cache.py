@@ -319,7 +319,7 @@ def attend_to_written(
         check_room("attend_to_cache", T, slots=slots, window=window)
     if written.hidden is not None and T > 1:
         raise ValueError(
-            f"attend_to_cache: slots are hidden from one token at a time, got {T}"
+            f"attend_to_cache: hiding slots needs one token per call, got {T}"
         )
     seen = _seen(k, v, before, written, window=window, lengths=lengths)
     return _attend_to_seen(
@@ -340,7 +340,8 @@ def check_room(caller: str, tokens: int, *, slots: int, window: int | None) -> N
     holds_all = window is not None and slots > window
     if slots < tokens and not holds_all:
         raise ValueError(
-            f"{caller}: {tokens} tokens in one call do not fit a cache of {slots}"
+            f"{caller}: {tokens} tokens in one call exceed the cache's {slots} "
+            "slots: make the cache longer"
         )
 
 

@@ -331,7 +331,8 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Array, KeyValueCache]:
         if tokens.segments is not None:
             raise NotImplementedError(
-                "SelfAttention: segments are for the training cache (length 0) only"
+                "SelfAttention: segments work with the training cache (length 0) "
+                "only: leave them out"
             )
         options = self._options(q, tokens)
         if q.shape[1] <= _FEW or not target.computes_on_few_cores():

@@ -60,8 +60,8 @@ def attend(
     """
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"attend: causal needs as many queries as keys, got {q.shape[1]} and "
-            f"{k.shape[1]}: pass a mask by position"
+            "attend: causal needs equally many queries and keys, got "
+            f"{q.shape[1]} and {k.shape[1]}: pass a mask instead"
         )
     by_place = {"window": window, "segments": segments, "slopes": slopes}
     for name, given in by_place.items():

@@ -47,13 +47,22 @@ class MemoryConfig:
     def __post_init__(self):
         check_ranges(self)
         if not self.sources or not self.lags:
-            raise ValueError("MemoryConfig: sources and lags must name at least one")
+            raise ValueError(
+                "MemoryConfig: sources and lags must have at least one entry "
+                f"each, got {self.sources} and {self.lags}"
+            )
         if len(set(self.sources)) < len(self.sources):
-            raise ValueError(f"MemoryConfig: sources must differ: {self.sources}")
+            raise ValueError(
+                f"MemoryConfig: sources must differ from each other, got {self.sources}"
+            )
         if len(set(self.lags)) < len(self.lags):
-            raise ValueError(f"MemoryConfig: lags must differ: {self.lags}")
+            raise ValueError(
+                f"MemoryConfig: lags must differ from each other, got {self.lags}"
+            )
         if not (self.keys or self.values or self.residual):
-            raise ValueError("MemoryConfig: keys, values or residual must be true")
+            raise ValueError(
+                "MemoryConfig: at least one of keys, values and residual must be true"
+            )
 
     @property
     def gated(self) -> bool:
@@ -140,8 +149,8 @@ class LatentRecurrentTransformerConfig(StackFacts):
             )
         if not self.windows or set(self.windows) - set("SL"):
             raise ValueError(
-                "LatentRecurrentTransformerConfig: windows must be letters S and L, "
-                f"got {self.windows!r}"
+                "LatentRecurrentTransformerConfig: windows must consist of the "
+                f"letters S and L, got {self.windows!r}"
             )
         if self.value_gate_channels > self.width:
             raise ValueError(

@@ -39,8 +39,9 @@ def nanochat(
     head_width = others.pop("head_width", HEAD_WIDTH)
     if "heads" not in others and (width < head_width or width % head_width):
         raise ValueError(
-            f"nanochat: width {width} is no multiple of head_width {head_width}: give "
-            "heads, another head_width, or an even number of layers"
+            f"nanochat: width {width} is not a multiple of head_width "
+            f"{head_width}: set heads, another head_width, or an even number "
+            "of layers"
         )
     heads = others.pop("heads", width // head_width)
     fields = {

@@ -145,7 +145,7 @@ class LatentRecurrentTransformerStack(
         if tokens.segments is not None:
             raise NotImplementedError(
                 "LatentRecurrentTransformerStack: the exact recurrence takes no "
-                "segments; use memory.reset_token"
+                "segments: use memory.reset_token"
             )
         # The exact recurrence is a decode, also in training: each token needs the last
         # layer's state of the one before. The parallel passes are for objectives and
@@ -200,7 +200,7 @@ class LatentRecurrentTransformerStack(
                 "stack.memory.keys or stack.memory.values"
             )
         if any(group.origin is None for group in buffer.groups):
-            raise ValueError("refreshed: needs a buffer made with origins=True")
+            raise ValueError("refreshed: buffer must be created with origins=True")
         memory = self._projected(self.memory_of(buffer.states, ids))
         position = jnp.arange(ids.shape[1])[None]
 
@@ -243,7 +243,7 @@ class LatentRecurrentTransformerStack(
         """
         B, T, D = x.shape
         if self.config.memory is None:
-            raise ValueError("refine: the model has no memory: set stack.memory")
+            raise ValueError("refine: the model has no latent memory: set stack.memory")
         if buffer.states.shape != (B, T, D):
             raise ValueError(
                 f"refine: needs a buffer of states {(B, T, D)}, got "
@@ -306,8 +306,8 @@ class LatentRecurrentTransformerStack(
         memory = self.config.memory
         if memory is None or 0 in memory.lags:
             return (
-                f"prefill {by} is for models whose memory is of earlier tokens: leave "
-                'it at "exact"'
+                f"prefill {by} approximates a memory of earlier tokens, which this "
+                'model lacks: leave it at "exact"'
             )
         return None
 
@@ -333,7 +333,10 @@ class LatentRecurrentTransformerStack(
         """
         memory = self.config.memory
         if memory is None or memory.depth == 0 or 0 in memory.lags:
-            raise NotImplementedError("sweep: needs a memory of earlier tokens")
+            raise NotImplementedError(
+                "sweep: stack.memory must read earlier tokens, not lag 0: use "
+                "lags of at least 1"
+            )
         B, T, _ = x.shape
         self._check_room(cache, T, tokens)
         count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
@@ -510,8 +513,8 @@ class LatentRecurrentTransformerStack(
         """
         if tokens.segments is not None:
             raise NotImplementedError(
-                "LatentRecurrentTransformerStack: segments are for the training cache "
-                "(length 0) only"
+                "LatentRecurrentTransformerStack: segments work with the training "
+                "cache (length 0) only: leave them out"
             )
         inputs = PassInputs(
             x0=rms(x),

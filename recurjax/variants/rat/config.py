@@ -138,7 +138,8 @@ class AttentionMixerConfig:
         check_ranges(self)
         if isinstance(self.attention.position, LearnedPositions):
             raise ValueError(
-                "AttentionMixerConfig: learned positions belong to a TransformerConfig"
+                "AttentionMixerConfig: position must not be learned, which only "
+                "TransformerConfig supports: use rope or ALiBi"
             )
 
     @property
@@ -193,8 +194,8 @@ class RatConfig(StackFacts):
         check_ranges(self)
         if not self.pattern or self.layers % len(self.pattern):
             raise ValueError(
-                f"RatConfig: the length of pattern must divide layers={self.layers}, "
-                f"got {len(self.pattern)} mixers"
+                "RatConfig: the number of mixers in pattern must divide "
+                f"layers={self.layers}, got {len(self.pattern)}"
             )
 
     def flops_per_token(self, length: int) -> float:

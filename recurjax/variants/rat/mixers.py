@@ -299,13 +299,14 @@ class RatMixer(nnx.Module):
     ) -> tuple[Array, RatCache]:
         if tokens.segments is not None:
             raise NotImplementedError(
-                "RatMixer: segments are for the training cache (length 0) only"
+                "RatMixer: segments work with the training cache (length 0) only: "
+                "leave them out"
             )
         T, C = x.shape[1], self.config.chunk
         if tokens.lengths is None and cache.slots * C < T:
             raise ValueError(
-                f"RatMixer: {T} tokens in one call do not fit a cache of {cache.slots} "
-                f"chunks of {C}"
+                f"RatMixer: {T} tokens in one call exceed the cache's "
+                f"{cache.slots} chunks of {C}: make the cache longer"
             )
         # Rows may be anywhere in their chunks: shift them so that the chunks of all
         # rows begin together and one chunked scan serves them.
@@ -465,7 +466,8 @@ class RnnMixer(nnx.Module):
             h = self._train(gate, v, starts)
         elif starts is not None:
             raise NotImplementedError(
-                "RnnMixer: segments are for the training cache (length 0) only"
+                "RnnMixer: segments work with the training cache (length 0) only: "
+                "leave them out"
             )
         else:
             # The past is one state; padding at a row's end does not change it.
@@ -557,7 +559,8 @@ class ReversedRatMixer(nnx.Module):
             return self._train(x, tokens), cache
         if tokens.segments is not None:
             raise NotImplementedError(
-                "ReversedRatMixer: segments are for the training cache only"
+                "ReversedRatMixer: segments work with the training cache (length "
+                "0) only: leave them out"
             )
         T = x.shape[1]
         rows = align(cache.position, T, tokens.lengths, self.config.chunk)

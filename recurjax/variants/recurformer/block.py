@@ -87,7 +87,8 @@ class PartialAttention(nnx.Module):
         training = cache.keys_values.slots == 0
         if tokens.segments is not None and not training:
             raise NotImplementedError(
-                "PartialAttention: segments are for the training cache (length 0) only"
+                "PartialAttention: segments work with the training cache (length "
+                "0) only: leave them out"
             )
         v = project(x, self.w_v, self.b_v)
         attended, keys_values = self._attend(x, v, cache.keys_values, tokens)

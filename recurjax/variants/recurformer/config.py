@@ -51,32 +51,32 @@ class RecurFormerConfig(StackFacts):
         base, H = self.transformer, self.transformer.attention.heads
         if len(self.replaced) != base.layers:
             raise ValueError(
-                f"RecurFormerConfig: replaced needs an entry for each of {base.layers} "
-                f"layers, got {len(self.replaced)}"
+                "RecurFormerConfig: replaced must have an entry for each of "
+                f"{base.layers} layers, got {len(self.replaced)}"
             )
         for layer, heads in enumerate(self.replaced):
             if list(heads) != sorted(set(heads)) or not set(heads) <= set(range(H)):
                 raise ValueError(
-                    f"RecurFormerConfig: layer {layer} needs heads from 0 to {H - 1}, "
-                    f"ascending and each once, got {heads}"
+                    f"RecurFormerConfig: heads of layer {layer} must be from 0 to "
+                    f"{H - 1}, ascending and each once, got {heads}"
                 )
             if heads and base.kind_of(layer).window is not None:
                 raise ValueError(
-                    f"RecurFormerConfig: layer {layer} has a window: its heads read no "
-                    "more than a window already, and are not replaced"
+                    f"RecurFormerConfig: layer {layer} has a window, which bounds what "
+                    "its heads read: replace heads of layers without one"
                 )
         attention = base.attention
         positions = [kind.position for kind in base.pattern]
         if any(self.replaced) and any(isinstance(p, Alibi) for p in positions):
             raise ValueError(
-                "RecurFormerConfig: heads with ALiBi are not replaced: their slopes "
-                "count on all heads"
+                "RecurFormerConfig: heads with ALiBi cannot be replaced, because "
+                "its slopes depend on the number of heads"
             )
         norms = attention.qk_norm is not None and attention.qk_norm_over == "full"
         if any(self.replaced) and norms:
             raise ValueError(
-                "RecurFormerConfig: qk_norm over all heads at once would change with "
-                "the heads that are left: replace heads of a model with norms by head"
+                "RecurFormerConfig: heads with qk_norm over all heads cannot be "
+                "replaced, because the norm would change: use a norm per head"
             )
 
     @property

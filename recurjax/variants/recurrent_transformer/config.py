@@ -77,16 +77,17 @@ class RecurrentTransformerConfig(StackFacts):
             )
         if self.tile is not None and self.schedule == "naive":
             raise ValueError(
-                "RecurrentTransformerConfig: the naive schedule has no tile, got "
-                f"{self.tile}"
+                "RecurrentTransformerConfig: tile must be None with the naive "
+                f"schedule, got {self.tile}"
             )
         # Raises where the rotated width would be odd, now and not in the first step.
         if isinstance(self.position, Rope):
             rotary_width(self.head_width, self.position)
             if self.position.scaling is not None:
                 raise ValueError(
-                    "RecurrentTransformerConfig: position.scaling must be None, got "
-                    f"{type(self.position.scaling).__name__}: the op's rope has none"
+                    "RecurrentTransformerConfig: position.scaling must be None, which "
+                    "is all that the op's rope supports, got "
+                    f"{type(self.position.scaling).__name__}"
                 )
 
     @property

@@ -49,15 +49,15 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
         # windows or positions.
         if len(set(kinds)) > 1 and B > 1 and self.sharing != "cycle":
             raise ValueError(
-                f"{name}: sharing {self.sharing!r} would give one layer several "
-                f"windows or positions, {kinds}: use sharing 'cycle' or layers that "
-                "are alike"
+                f"{name}: with sharing {self.sharing!r} one shared layer would "
+                f"have several windows or positions ({kinds}): use sharing 'cycle' "
+                "or equal layers"
             )
         if self.block_layers % len(kinds):
             raise ValueError(
                 f"{name}: the pattern of {len(kinds)} windows and positions must "
-                f"divide the block's {self.block_layers} layers, so that every loop "
-                "meets the same ones"
+                f"divide the block's {self.block_layers} layers, so that every "
+                "loop has the same ones"
             )
 
     @property

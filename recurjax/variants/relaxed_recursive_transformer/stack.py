@@ -159,8 +159,8 @@ class RelaxedRecursiveTransformerStack(
         config = self.config
         if config.sharing != "cycle" and config.loops > 1:
             return (
-                "tokens can leave early only with sharing 'cycle', where fewer loops "
-                f"are a model too, not with {config.sharing!r}"
+                "early exits need sharing 'cycle', where fewer loops are a model "
+                f"too, got {config.sharing!r}"
             )
         if (missing == "share") != (config.loop_cache == "first"):
             return (
@@ -204,10 +204,10 @@ class RelaxedRecursiveTransformerStack(
         self._check_cycle("loop")
         first = self.config.loop_cache == "first"
         if cache.training:
-            raise ValueError("loop: needs a real cache")
+            raise ValueError("loop: cache must have a length of at least 1")
         if first and not (isinstance(b, int) and x.shape[1] == 1):
             raise ValueError(
-                "loop: with loop_cache 'first' needs one token, and b as an int"
+                "loop: loop_cache 'first' needs one token per call, and b as an int"
             )
         kv, act = None, run_layer(tokens)
         if first and b:
@@ -336,8 +336,8 @@ class RelaxedRecursiveTransformerStack(
         """Raises ValueError unless a model of fewer loops is part of this one."""
         if self.config.sharing != "cycle" and self.config.loops > 1:
             raise ValueError(
-                f"{name}: only with sharing 'cycle' is the model with fewer loops part "
-                f"of the one with more, got {self.config.sharing!r}"
+                f"{name} needs sharing 'cycle', where fewer loops are part of the "
+                f"same model, got {self.config.sharing!r}"
             )
 
     def _run(

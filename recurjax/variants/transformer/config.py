@@ -88,8 +88,8 @@ class TransformerConfig(StackFacts):
         if self.positions is not None:
             if isinstance(self.attention.position, LearnedPositions):
                 raise ValueError(
-                    "TransformerConfig: positions are for each layer's rotations or "
-                    "biases, attention.position is learned: use one of the two"
+                    "TransformerConfig: positions sets each layer's rope or ALiBi, "
+                    "and attention.position is learned: use one of the two"
                 )
             for position in self.positions:
                 # The attention's own checks, of every layer.

@@ -118,7 +118,7 @@ def test_logits_of_any_size_stay_finite(soft_cap):
 
 def test_causal_needs_as_many_queries_as_keys():
     q, k = jnp.ones((1, 2, 1, 8)), jnp.ones((1, 3, 1, 8))
-    with pytest.raises(ValueError, match="as many queries as keys, got 2 and 3"):
+    with pytest.raises(ValueError, match="equally many queries and keys, got 2 and 3"):
         attend(q, k, k, scale=1.0, causal=True)
 
 

@@ -368,7 +368,7 @@ def test_what_an_objective_cannot_train_is_told_before(objective, model, message
 def test_a_prompt_longer_than_its_cache_is_refused(name):
     model = build(SWITCHES[name])
     ids = draw_ids(VOCABULARY, 4)
-    with pytest.raises(ValueError, match="4 tokens in one call do not fit a cache of"):
+    with pytest.raises(ValueError, match="4 tokens in one call exceed the cache's"):
         run(model, ids, model.init_cache(B, 3))
 
 
@@ -437,5 +437,7 @@ def test_a_refresh_wants_origins_and_keys_or_values(ids):
 def test_a_source_outside_the_layers_or_named_twice_is_refused():
     with pytest.raises(ValueError, match=r"memory.sources must be layers in 1..2"):
         small(MemoryConfig(sources=(3,)))
-    with pytest.raises(ValueError, match=r"sources must differ: \(2, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"sources must differ from each other, got \(2, 2\)"
+    ):
         MemoryConfig(sources=(2, 2))

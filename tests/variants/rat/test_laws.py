@@ -91,7 +91,7 @@ def test_states_stay_float32_in_a_bfloat16_model(ids):
 
 def test_a_prompt_longer_than_the_cache_is_an_error(ids):
     model = build(SWITCHES["rat"])
-    with pytest.raises(ValueError, match="13 tokens in one call do not fit a cache of"):
+    with pytest.raises(ValueError, match="13 tokens in one call exceed the cache's"):
         run(model, ids, model.init_cache(B, 8))
 
 

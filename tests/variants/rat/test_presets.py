@@ -78,8 +78,11 @@ def test_a_config_survives_json(name):
             r"RatMixerConfig\.forget_rank: must be >= 1, got 0",
         ),
         (lambda: rat(head_width=3), "must be an even number"),
-        (lambda: small(rat(), WINDOW, layers=3), "length of pattern must divide"),
-        (lambda: small(layers=2), "length of pattern must divide"),
+        (
+            lambda: small(rat(), WINDOW, layers=3),
+            "number of mixers in pattern must divide",
+        ),
+        (lambda: small(layers=2), "number of mixers in pattern must divide"),
         (
             lambda: dataclasses.replace(WINDOW, window=-1),
             r"\.window: must be >= 0, got -1",
@@ -91,7 +94,7 @@ def test_a_config_survives_json(name):
                     WINDOW.attention, position=LearnedPositions(length=4)
                 ),
             ),
-            "learned positions belong to",
+            "position must not be learned",
         ),
     ],
 )

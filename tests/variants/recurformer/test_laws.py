@@ -177,7 +177,7 @@ def test_rematerialization_changes_nothing(ids, remat):
         (lambda: small(((0,),), heads=2, key_heads=2, attention={"position": Alibi()}),
          "ALiBi"),
         (lambda: small(((0,),), windows=(3,)), "layer 0 has a window"),
-        (lambda: small(((4,),)), "heads from 0 to 3"),
+        (lambda: small(((4,),)), "must be from 0 to 3"),
         (lambda: small(((1, 1),)), "each once"),
         (lambda: small(((1, 0),)), "ascending"),
         (lambda: RecurFormerConfig(
@@ -192,5 +192,5 @@ def test_what_cannot_be_replaced_is_refused(make, said):
 
 
 def test_norms_over_all_heads_are_refused_where_some_go():
-    with pytest.raises(ValueError, match="over all heads at once"):
+    with pytest.raises(ValueError, match="qk_norm over all heads cannot"):
         small(((0,),), attention=OVER_ALL_HEADS)

@@ -35,7 +35,10 @@ def test_each_norm_has_its_own_kind_and_eps():
         ({"key_heads": 3}, ": key_heads must divide heads, got 3 and 4"),
         ({"tile": 0}, r"\.tile: must be >= 1, got 0"),
         ({"block": 3, "tile": 4}, ": tile must be a multiple of block=3, got 4"),
-        ({"schedule": "naive", "tile": 4}, ": the naive schedule has no tile, got 4"),
+        (
+            {"schedule": "naive", "tile": 4},
+            ": tile must be None with the naive schedule, got 4",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(change, message):

@@ -275,18 +275,23 @@ def test_rules_are_what_they_say():
     np.testing.assert_allclose(cosine(x, y), [0.96, 0.0], rtol=1e-5)
     assert parse_rule("cosine:0.98") == ExitRule(kind="cosine", threshold=0.98)
     for wrong in ("confidence", "sure:0.5", "confidence:1.5", "head:-0.1", "cosine:x"):
-        with pytest.raises(UserError, match="write it like confidence:0.7"):
+        with pytest.raises(UserError, match="such as confidence:0.7"):
             parse_rule(wrong)
 
 
 @pytest.mark.parametrize(
     ("model", "missing", "kind", "said"),
     [
-        (transformer.small(), "propagate", "cosine", "only a recursive model"),
+        (
+            transformer.small(),
+            "propagate",
+            "cosine",
+            "early exits need a recursive model",
+        ),
         (small(sharing="sequence"), "propagate", "cosine", "sharing 'cycle'"),
         (small(), "share", "cosine", "share is for a model with loop_cache 'first'"),
         (small(loop_cache="first"), "skip", "cosine", "use share"),
-        (small(), "skip", "head", "exits RUN --fit-head 100, on"),
+        (small(), "skip", "head", "exits RUN --fit-head 100"),
     ],
 )
 def test_exits_that_a_model_does_not_have_are_refused(model, missing, kind, said):
@@ -345,9 +350,9 @@ def test_the_commands_run_and_refuse(tmp_path):
     assert rows[0]["tokens"] == rows[1]["tokens"] and len(second["loops"]) == 4
     refuse = partial(recurjax, "generate", run, *prompt)
     assert_refused(refuse("--exit", "confidence:2"), "threshold from 0 to 1")
-    assert_refused(refuse("--missing", "skip"), "goes with --exit")
+    assert_refused(refuse("--missing", "skip"), "applies to early exits only")
     drawn = ("--exit", "confidence:0.5", "--missing", "verify", "--temperature", "1")
-    assert_refused(refuse(*drawn), "verify is for greedy texts")
+    assert_refused(refuse(*drawn), "verify decodes greedily only")
     assert_refused(refuse("--loops", "0"), "--loops: must be >= 1")
     share = ("--exit", "confidence:0.5", "--missing", "share")
     assert_refused(refuse(*share), "share is for a model with loop_cache")

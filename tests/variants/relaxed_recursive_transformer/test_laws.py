@@ -182,7 +182,7 @@ def test_loops_that_read_the_first_ones_keys_keep_no_others():
             r"RelaxedRecursiveTransformerConfig\.rank: must be >= 0, got -1",
         ),
         ({"windows": (3, None), "sharing": "sequence"}, "several windows"),
-        ({"windows": (3, None), "loops": 4}, "every loop meets the same ones"),
+        ({"windows": (3, None), "loops": 4}, "every loop has the same ones"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(changes, reason):

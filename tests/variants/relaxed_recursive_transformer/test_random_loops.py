@@ -52,7 +52,7 @@ def test_the_extended_model_goes_on_with_the_deepest_loop(batch):
             np.testing.assert_array_equal(own[name][2:], jnp.stack([leaf[1]] * 2))
     with pytest.raises(UserError, match="at least 2, got 1"):
         extended(model, 1)
-    with pytest.raises(UserError, match="left out or added, not 'sequence'"):
+    with pytest.raises(UserError, match="with sharing 'cycle' only, got 'sequence'"):
         extended(build(small(sharing="sequence")), 3)
 
 

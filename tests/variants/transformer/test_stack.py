@@ -154,15 +154,17 @@ def test_flops_by_hand():
 
 def test_a_prompt_longer_than_the_cache_is_an_error():
     model = build(small())
-    with pytest.raises(ValueError, match="7 tokens in one call do not fit .* 6"):
+    with pytest.raises(ValueError, match="7 tokens in one call exceed .* 6"):
         jax.eval_shape(lambda: model(Tokens(IDS), model.init_cache(2, 6)))
 
 
 def test_learned_positions_end_with_their_table():
     model = build(small(attention={"position": LearnedPositions(length=6)}))
-    with pytest.raises(ValueError, match="7 positions in one call, the table has 6"):
+    with pytest.raises(
+        ValueError, match="7 positions in one call exceed the table's 6"
+    ):
         jax.eval_shape(lambda: model(Tokens(IDS), model.init_cache(2, 0)))
-    with pytest.raises(ValueError, match="a cache of 9 tokens needs"):
+    with pytest.raises(ValueError, match="a cache of 9 tokens exceeds"):
         model.init_cache(2, 9)
 
 
