@@ -106,14 +106,16 @@ def _array(file: Any, size: int) -> np.ndarray:
     )
     shape, by_columns, dtype = read(file)
     if dtype.hasobject or dtype.kind not in "iufb":
-        raise ValueError(f"it holds {dtype}")
+        raise ValueError(f"its dtype is {dtype}")
     length = math.prod(shape) * dtype.itemsize
     # A header of 2^30 bytes or an array of 2^60 would be believed otherwise.
     if min(shape, default=0) < 0 or length > size:
-        raise ValueError(f"its header claims {dtype}{shape}, it has {size:,} bytes")
+        raise ValueError(
+            f"its header describes {dtype}{shape} and it has {size:,} bytes"
+        )
     data = file.read(length)
     if len(data) != length or file.read(1):
-        raise ValueError(f"its header claims {dtype}{shape}, which its bytes are not")
+        raise ValueError(f"its bytes do not match its header, {dtype}{shape}")
     flat = np.frombuffer(data, dtype)
     return flat.reshape(shape, order="F" if by_columns else "C")
 
@@ -125,7 +127,7 @@ def _checked(array: np.ndarray, expected: Expected, what: str) -> np.ndarray:
     )
     if array.dtype.kind not in expected.kinds or not fits:
         raise UserError(
-            f"{what} holds {array.dtype}{list(array.shape)}, it must hold {expected}"
+            f"{what} must hold {expected}, got {array.dtype}{list(array.shape)}"
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise UserError(f"{what} holds NaN or infinities")

@@ -118,7 +118,7 @@ def figure_bytes(
 def refuse_nul(name: str, remedy: str) -> None:
     """Raises UserError, which ends with the remedy, where a name has a NUL."""
     if "\0" in name:
-        raise UserError(f"no file can be named {name[:200]!r}: {remedy}")
+        raise UserError(f"{name[:200]!r} cannot be a file's name: {remedy}")
 
 
 def inside(folder: Path, name: object, *, source: Path) -> Path:
@@ -132,8 +132,8 @@ def inside(folder: Path, name: object, *, source: Path) -> Path:
     plain = plain and len(str(name).encode("utf-8", "replace")) <= 255
     if not plain or any(sign in str(name) for sign in "/\\\0"):
         raise UserError(
-            f"{source} names {name!r}, which is no file's name in {folder}: nothing "
-            "outside the folder is read"
+            f"{source} names {name!r}, which must be the plain name of a file "
+            f"in {folder}: correct it"
         )
     return folder / str(name)
 
@@ -163,7 +163,7 @@ def _mode_of(target: Path) -> int | None:
         return None
     if not stat.S_ISREG(mode):
         raise UserError(
-            f"{target} is no regular file and is not replaced: name a file to write"
+            f"{target} is not a regular file and is not replaced: name another file"
         )
     return stat.S_IMODE(mode)
 

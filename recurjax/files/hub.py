@@ -92,8 +92,8 @@ class Commit:
         folder = Path(folder)
         if folder.name != self.hash:
             raise UserError(
-                f"{self.repository} moved to another commit while it was read: run "
-                "the command again"
+                f"{self.repository} got a new commit during the download: run the "
+                "command again"
             )
         for name in names:
             self._verify(folder / name, self.files[name])
@@ -106,8 +106,9 @@ class Commit:
         for path in (Path(os.path.realpath(file)), file):
             path.unlink(missing_ok=True)
         raise UserError(
-            f"{self.repository}: {file.name} does not have the SHA-256 that the Hub "
-            "states, so that it is removed from the Hub's cache: run the command again"
+            f"{self.repository}: {file.name} has another SHA-256 than the Hub "
+            "states and is removed from the Hub's cache: run the command "
+            "again"
         )
 
 
@@ -230,7 +231,7 @@ def _sentence(where: str, error: Exception) -> str:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{where}: the Hub shows no such repository to this machine: check the "
+            f"{where}: the Hub has no such repository, or hides it: check the "
             "name, or set HF_TOKEN to a token that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
@@ -239,17 +240,17 @@ def _sentence(where: str, error: Exception) -> str:
             "commit's full hash"
         )
     if isinstance(error, errors.HFValidationError):
-        return f"{where} is no name on the Hub: use OWNER/NAME"
+        return f"{where} is not a name on the Hub: use OWNER/NAME"
     if status in (401, 403):
         return (
-            f"{where}: the Hub refuses this machine's token: set HF_TOKEN to a valid "
-            "token with the permission"
+            f"{where}: the Hub refuses the token in use: set HF_TOKEN to a "
+            "valid token with the permission"
         )
     no_answer = isinstance(error, errors.LocalEntryNotFoundError)
     if isinstance(error, FileNotFoundError) and not no_answer:
         return (
-            f"{where}: nothing there on the Hub: check the name, or set HF_TOKEN to a "
-            "token that may read it"
+            f"{where}: the Hub has no such file: check the name, or set "
+            "HF_TOKEN to a token that may read it"
         )
     # What went wrong first: the look at the cache, or the upload, failed because of it.
     cause: BaseException = error

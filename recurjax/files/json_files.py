@@ -66,18 +66,16 @@ def parse_json(text: str | bytes | bytearray, where: str) -> Any:
         at = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         raise UserError(f"{where} is not UTF-8 text: {at}") from error
     except RecursionError:
-        raise UserError(f"{where} is JSON nested too deep") from None
+        raise UserError(f"{where} is JSON nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{where} is not valid JSON: {error}") from error
     if _is_deeper(values, DEEPEST):
-        raise UserError(f"{where} is JSON nested too deep")
+        raise UserError(f"{where} is JSON nested too deeply")
     # Written out it is a pair of escapes; half of one is no character, and neither a
     # file's name nor a tokenizer can take it.
     escapes = "\\" in text and ("\\ud" in text or "\\uD" in text)
     if escapes and _has_half_character(values):
-        raise UserError(
-            f"{where} has half a character: one of \\ud800 to \\udfff alone"
-        )
+        raise UserError(f"{where} has an unpaired surrogate, one of \\ud800 to \\udfff")
     return values
 
 

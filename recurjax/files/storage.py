@@ -146,8 +146,8 @@ class Store:
         """
         if self.url.startswith("https://"):
             raise UserError(
-                f"{self.url}: a web server lists no files, so no folder can be read "
-                "over https://: copy it to this machine or to a bucket"
+                f"{self.url}: a web server lists no files, so https:// cannot name "
+                "a folder: copy it to this machine or to a bucket"
             )
         root = self._inner("").rstrip("/")
         listed = self._ask(lambda: self.system.find(root, detail=True))
@@ -162,8 +162,8 @@ class Store:
         for name in names:
             if name and not _is_inside(name):
                 raise UserError(
-                    f"{self.url} has an object named {name[:200]!r}, which would lead "
-                    "out of a folder that it is copied to: rename or remove the object"
+                    f"{self.url} has an object named {name[:200]!r}, whose path leaves "
+                    "the folder that it is copied to: rename or remove the object"
                 )
         return names
 
@@ -402,7 +402,7 @@ def fetched_folder(url: str) -> Iterator[Path]:
     store = open_store(url)
     names = store.sizes()
     if not names:
-        raise UserError(f"{url}: nothing lies there")
+        raise UserError(f"{url}: there is no such object or folder: check the URL")
     with tempfile.TemporaryDirectory(prefix="recurjax-copy-") as temporary:
         root = Path(temporary) / (PurePosixPath(url).name or "folder")
         for name in names:
@@ -416,8 +416,8 @@ def _copy(url: str, key: str) -> Path:
 
 def _damaged(url: str) -> UserError:
     return UserError(
-        f"{url} is damaged: its checksum is not the one that was written down; put it "
-        "there again"
+        f"{url} is damaged, because its checksum differs from the recorded "
+        "one: upload it again"
     )
 
 

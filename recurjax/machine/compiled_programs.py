@@ -50,8 +50,8 @@ def keep() -> None:
         return
     if not hasattr(compilation_cache, "get_file_cache"):
         print(
-            f"recurjax: compiled programs are not kept: jax {jax.__version__} opens "
-            "its cache in a way that this version of recurjax does not know",
+            "recurjax: compiled programs are not cached, because this version "
+            f"of recurjax does not know the cache of jax {jax.__version__}",
             file=sys.stderr,
         )
         return
@@ -161,8 +161,9 @@ def _make_private(folder: Path) -> None:
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or writable:
         raise UserError(
-            f"{folder} holds programs that would be run, and others may write there: "
-            f"chmod 700 it, name another folder in ${VARIABLE}, or use --no-cache"
+            f"{folder} holds programs that would be run and is writable by "
+            f"others: chmod 700 it, name another folder in ${VARIABLE}, or use "
+            "--no-cache"
         )
     if not os.access(folder, os.W_OK):
         raise PermissionError("no permission to write")

@@ -61,7 +61,9 @@ def start_processes() -> None:
                 heartbeat_timeout_seconds=process_group.HEARTBEAT_SECONDS
             )
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"the processes could not be joined: {error}") from error
+        raise UserError(
+            f"the processes cannot connect to each other: {error}"
+        ) from error
     process_group.watch()
 
 
@@ -76,9 +78,10 @@ def require_joined() -> None:
     """
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise UserError(
-            f"the devices belong to {jax.process_count()} processes that have not "
-            "joined: the slice's hosts were found neither in the environment nor at "
-            f"the metadata server; set {_COORDINATOR}, {_COUNT} and {_RANK} on each"
+            f"the devices belong to {jax.process_count()} processes that are "
+            "not connected, because neither the environment nor the metadata "
+            f"server names the slice's hosts: set {_COORDINATOR}, {_COUNT} and "
+            f"{_RANK} on each"
         )
 
 

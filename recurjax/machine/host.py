@@ -77,8 +77,8 @@ def check_flags() -> None:
     value = os.environ.get("XLA_FLAGS", "")
     if not _are_flags(value) and not os.path.isfile(value):
         raise UserError(
-            f"XLA_FLAGS is {value[:100]!r}: neither flags, which begin with --, nor a "
-            "file of flags; unset it or name such a file"
+            "XLA_FLAGS must be flags, which begin with --, or a file of "
+            f"flags, got {value[:100]!r}: correct or unset it"
         )
 
 

@@ -106,8 +106,8 @@ def respond(
         mesh = make_mesh(experiment.mesh, devices)
     except NotImplementedError as error:
         raise UserError(
-            f"the mesh cannot be laid over {topology.name}: let each axis of the mesh "
-            "be a product of complete axes of the topology"
+            f"the mesh does not fit the topology {topology.name}: make each "
+            "axis of the mesh a product of complete axes of the topology"
         ) from error
     began = time.perf_counter()
     answer: dict[str, Any] = {
@@ -274,7 +274,7 @@ def open_devices(topology: Topology) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         first = str(error).splitlines()[0]
         raise UserError(
-            f"the compiler has no topology {topology.name}: {first}"
+            f"the compiler does not know the topology {topology.name}: {first}"
         ) from error
     return list(described.devices)
 

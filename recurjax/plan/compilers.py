@@ -80,8 +80,8 @@ def requirements(constraints: Path | None = None) -> list[Requirement]:
         requirements = [wants["libtpu"], plugin, pjrt, *map(Requirement, _TRITON)]
     except KeyError as error:
         raise UserError(
-            f"jax {metadata.version('jax')} asks for no {error.args[0]}: install a jax "
-            "that recurjax supports"
+            f"jax {metadata.version('jax')} does not require {error.args[0]}: "
+            "install a jax that recurjax supports"
         ) from error
     pins = {} if constraints is None else _pins(constraints)
     any_ = SpecifierSet()

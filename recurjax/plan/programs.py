@@ -190,14 +190,14 @@ def _decode(
 def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> DeviceProgram:
     if mesh.size > 1:
         raise UserError(
-            "tokens leave early on one device: plan a tick for one, such as "
-            "--topology h100 --mesh data=1"
+            "early exits run on one device: plan for one, such as --topology "
+            "h100 --mesh data=1"
         )
     model = multiplied_shapes(_model(experiment, mesh, length))
     if as_exits(model.stack) is None:
         raise UserError(
-            "--program tick is one pass of a recursive model's block, not of "
-            f"{type(model.config.stack).__name__}: take --program decode"
+            "--program tick is one pass of a recursive model's block, which "
+            f"{type(model.config.stack).__name__} lacks: use --program decode"
         )
     # Any rule that needs no trained head: which tokens leave does not change a tick.
     rule = ExitRule(kind="confidence", threshold=0.5)

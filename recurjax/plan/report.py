@@ -79,8 +79,8 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
     shown = [(name, plan) for name, plan in named if _point(plan) is not None]
     if not shown:
         raise UserError(
-            "--plot: there is no bound to draw: nothing compiled, or the topology has "
-            "no peak figures"
+            "--plot has no bound to draw, because nothing compiled or the "
+            "topology has no peak figures: leave it out"
         )
     import matplotlib
 

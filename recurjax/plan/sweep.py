@@ -81,8 +81,8 @@ def candidates(
             ]
     if not candidates:
         raise UserError(
-            f"no mesh of {topology.devices} devices divides batches of "
-            f"{', '.join(map(str, batches))} rows: name others with --batches"
+            f"--batches {', '.join(map(str, batches))}: no mesh of "
+            f"{topology.devices} devices divides them: name others"
         )
     return candidates
 

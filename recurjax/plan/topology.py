@@ -72,8 +72,8 @@ def parse_topology(name: str) -> Topology:
     kind, _, shape = name.partition(":")
     if kind not in PLANNED:
         raise UserError(
-            f"there is no topology {name!r}: use one of {', '.join(PLANNED)}, as in "
-            f"{', '.join(EXAMPLES)}"
+            f"--topology must be one of {', '.join(PLANNED)}, as in "
+            f"{', '.join(EXAMPLES)}, got {name!r}"
         )
     if kind in DIMENSIONS:
         dimensions = DIMENSIONS[kind]
@@ -94,8 +94,8 @@ def parse_topology(name: str) -> Topology:
         )
     if kind == "h100" and sizes[0] > LARGEST_NODE:
         raise UserError(
-            f"topology {name!r}: more than {LARGEST_NODE} GPUs do not hang on one "
-            "NVLink switch, and the network between machines is not planned: use at "
-            f"most h100:{LARGEST_NODE}"
+            f"--topology {name!r}: one NVLink switch connects at most "
+            f"{LARGEST_NODE} GPUs, and networks between machines are not "
+            f"planned: use at most h100:{LARGEST_NODE}"
         )
     return Topology(name=name, kind=kind, shape=sizes)

@@ -28,8 +28,8 @@ def with_evenly_kept_layers(
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
         raise UserError(
-            "only a Transformer's layers can be left out: the model's stack is a "
-            f"{type(base).__name__}"
+            "only a Transformer's layers can be removed, and the model's "
+            f"stack is a {type(base).__name__}"
         )
     if not 1 <= loops <= base.layers:
         raise UserError(f"loops must be in 1..{base.layers}, got {loops}")
@@ -39,8 +39,8 @@ def with_evenly_kept_layers(
         return model
     if len(base.pattern) > 1:
         raise UserError(
-            "layers cannot be left out of a model whose windows or positions differ: "
-            f"{base.pattern}"
+            "layers cannot be removed from a model whose windows or positions "
+            f"differ by layer: {base.pattern}"
         )
     ours, rows = named_leaves(model), jnp.array(layers)
 
@@ -88,14 +88,15 @@ def with_loops(model: Decoder, loops: int) -> Decoder:
         return model
     if stack.sharing != "cycle" and (loops, stack.loops) != (1, 1):
         raise UserError(
-            "only with sharing 'cycle' can loops be left out or added, not "
+            "loops can be removed or added with sharing 'cycle' only, got "
             f"{stack.sharing!r}"
         )
     base = stack.transformer
     if base.residual_scale != "one":
         raise UserError(
-            "loops cannot be left out of, or added to, a model whose residual_scale "
-            f"depends on its depth: {base.residual_scale!r}"
+            "loops can be removed or added with residual_scale 'one' only, "
+            "because other scales depend on the depth, got "
+            f"{base.residual_scale!r}"
         )
     # The config's layers follow the loops; only what has a loop's axis changes below.
     layers = dataclasses.replace(base, layers=loops * stack.block_layers)

@@ -97,23 +97,25 @@ def measure_recency(
     config = model.config.stack
     if not isinstance(config, TransformerConfig):
         raise UserError(
-            f"the recency of heads is measured in a Transformer, not in a "
-            f"{type(config).__name__}"
+            "the recency of heads is measured in a Transformer, and the "
+            f"model's stack is a {type(config).__name__}"
         )
     if len(config.pattern) > 1:
         raise UserError(
-            "the recency of heads is measured in layers that are alike, not in those "
-            f"of a pattern of {len(config.pattern)} windows or positions"
+            "the recency of heads is measured in models whose layers are "
+            f"alike, got a pattern of {len(config.pattern)} windows or "
+            "positions"
         )
     # A window would decide the ratio before the text does.
     if config.windows != (None,):
         raise UserError(
-            "heads with windows read no more than their window: replace heads of a "
-            "model without windows"
+            "heads with a window cannot be replaced, because the window "
+            "bounds what they read: use a model without windows"
         )
     if isinstance(config.attention.position, Alibi):
         raise UserError(
-            "heads with ALiBi are not replaced: their slopes count on all heads"
+            "heads with ALiBi cannot be replaced, because its slopes depend "
+            "on the number of heads"
         )
     shape = (config.layers, config.attention.heads)
     ratio, first = np.zeros(shape), np.zeros(shape)
@@ -143,7 +145,9 @@ def measure_recency(
         if stop(recency):
             break
     if recency is None:
-        raise UserError("there is no text to measure the heads' recency on")
+        raise UserError(
+            "--text is empty, and the recency of heads is measured on it: use more text"
+        )
     return recency
 
 

@@ -55,8 +55,8 @@ def to_recurformer(
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
         raise UserError(
-            "only heads of a Transformer can be replaced: the model's stack is a "
-            f"{type(base).__name__}"
+            "only heads of a Transformer can be replaced, and the model's "
+            f"stack is a {type(base).__name__}"
         )
     # What a config refuses here is a mistake in the chosen heads: one sentence.
     try:
@@ -205,11 +205,13 @@ def fit_mixers(
         finite any more.
     """
     if not len(texts):
-        raise UserError("there is no text to fit the mixers to")
+        raise UserError(
+            "--text is empty, and the mixers are fitted to it: use more text"
+        )
     if steps < 1 or not rate > 0:
         raise UserError(
-            f"mixers are fitted in at least 1 step at a rate above 0, got {steps} and "
-            f"{rate}"
+            "fitting needs steps of at least 1 and a rate above 0, got "
+            f"{steps} and {rate}"
         )
     assert isinstance(model.stack, RecurFormerStack)
     stack, layers = model.stack.config, model.stack.layers
@@ -319,8 +321,7 @@ def _fitted(
     after = _error(mamba, v[measured], o[measured])
     if not np.isfinite(after):
         raise UserError(
-            f"the fit of layer {layer} is not finite any more: use a lower --fit-rate "
-            f"than {rate}"
+            f"the fit of layer {layer} diverged at --fit-rate {rate}: lower it"
         )
     return mamba, MixerFit(layer, before, after)
 

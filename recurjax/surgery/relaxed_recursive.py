@@ -107,15 +107,15 @@ def to_recursive(
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
         raise UserError(
-            "only a Transformer can be made recursive: the model's stack is a "
-            f"{type(base).__name__}"
+            "only a Transformer can be made recursive, and the model's stack "
+            f"is a {type(base).__name__}"
         )
     if stack.transformer != base:
         raise UserError("stack.transformer must be the model's own stack, unchanged")
     if norms is not None and not stack.tie_norms:
         raise UserError(
-            f"norms {norms!r} says how norms that the loops share start, and with "
-            "tie_norms off each layer keeps its own: leave norms out"
+            f"norms {norms!r} initializes norms that loops share, and with "
+            "tie_norms off no loops share one: leave norms out"
         )
     config = dataclasses.replace(model.config, stack=stack)
     start = Start(
@@ -149,8 +149,8 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
     stack = recursive_config(model)
     if stack.loop_cache == "first" and stack.loops > 1:
         raise UserError(
-            "a model with loop_cache 'first' is no Transformer: its deeper loops have "
-            "no keys and values of their own"
+            "a model with loop_cache 'first' cannot become a Transformer, "
+            "because its deeper loops have no keys and values of their own"
         )
     config = dataclasses.replace(model.config, stack=stack.transformer)
     ours, P = named_leaves(model), len(stack.transformer.pattern)
@@ -185,8 +185,8 @@ def recursive_stack(
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
         raise UserError(
-            "only a Transformer can be made recursive: the model's stack is a "
-            f"{type(base).__name__}"
+            "only a Transformer can be made recursive, and the model's stack "
+            f"is a {type(base).__name__}"
         )
     try:
         return RelaxedRecursiveTransformerConfig(transformer=base, **settings)
@@ -203,7 +203,7 @@ def recursive_config(model: Decoder) -> RelaxedRecursiveTransformerConfig:
     stack = model.config.stack
     if not isinstance(stack, RelaxedRecursiveTransformerConfig):
         raise UserError(
-            f"the model is not recursive: its stack is a {type(stack).__name__}"
+            f"the model must be recursive, and its stack is a {type(stack).__name__}"
         )
     return stack
 
@@ -423,8 +423,8 @@ class RecursiveParts:
         }
         if len(ranks) > 1:
             raise UserError(
-                f"q, k and v cannot share factors of rank {self.stack.rank}, which is "
-                "more than one of them has: lower the rank or leave fused_qkv off"
+                f"rank {self.stack.rank} exceeds what q, k and v can share with "
+                "fused_qkv: lower the rank or leave fused_qkv off"
             )
         side_by_side = np.concatenate(list(residuals.values()), axis=1)
         (reduce, expand), vectors = self._pair(depth, "q", side_by_side, vectors)

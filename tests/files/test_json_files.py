@@ -23,13 +23,13 @@ def nested(depth):
         (nested(100_000), "nested too deep"),
         ("9" * 41, "an integer has 41 digits"),
         ("9" * 10_000, "an integer has 10000 digits"),
-        (r'{"a": ["\ud800"]}', "half a character"),
-        (r'{"\uDfff": 1}', "half a character"),
+        (r'{"a": ["\ud800"]}', "an unpaired surrogate"),
+        (r'{"\uDfff": 1}', "an unpaired surrogate"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(text, message):
     """JSON is refused when it is nested more than 64 deep, has an integer of more than
-    40 digits or half a character, or is not UTF-8.
+    40 digits or an unpaired surrogate, or is not UTF-8.
     """
     with pytest.raises(UserError, match=message) as caught:
         parse_json(text, "the file")
@@ -63,7 +63,7 @@ def test_names_stay_inside_their_folder(tmp_path, name):
     """The shards that `model.safetensors.index.json` and a prepared `manifest.json`
     name are plain names in their own folder; anything else is refused.
     """
-    with pytest.raises(UserError, match="nothing outside the folder is read"):
+    with pytest.raises(UserError, match="must be the plain name of a file"):
         inside(tmp_path, name, source=tmp_path / "index.json")
 
 

@@ -203,5 +203,5 @@ def test_a_process_can_be_kept_for_itself(on_tpu_vm):
 def test_devices_of_processes_that_have_not_joined_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     answer = recurjax("train", tiny_experiment.__file__, "--runs", tmp_path)
-    assert_refused(answer, "the devices belong to 2 processes that have not joined")
+    assert_refused(answer, "the devices belong to 2 processes that are not connected")
     assert not list(tmp_path.iterdir())

@@ -61,8 +61,8 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "say what to plan for: --topology"),
-        (("--topology", "v9:2x2"), "use one of v4, v5e, v5p, v6e, h100, cpu"),
+        ((), "--topology is missing"),
+        (("--topology", "v9:2x2"), "must be one of v4, v5e, v5p, v6e, h100, cpu"),
         (("--topology", "cpu", "--mesh", "data=two"), "--mesh data=two: write it like"),
         (("--topology", "cpu", "--mesh", "row=2"), "with axes of data, fsdp"),
         (("--topology", "cpu", "--mesh", "data=-1,fsdp=-1"), "one of them may be -1"),
@@ -74,7 +74,7 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
         ),
         (("--topology", "cpu", "--memory-limit", "8"), "--memory-limit is for --sweep"),
         (("--topology", "cpu", "--workers", "1"), "--workers is for --sweep"),
-        (("--topology", "cpu", "--rows", "4"), "--rows and --length are of prefill"),
+        (("--topology", "cpu", "--rows", "4"), "--rows and --length are for"),
         (("--topology", "cpu", "--json", "/nowhere/p.json"), "no directory /nowhere"),
         (
             ("--topology", "cpu", "--training.bach", "4"),
@@ -264,11 +264,13 @@ def test_a_tick_is_planned_as_one_pass_of_the_block():
 
 def test_a_tick_is_refused_where_no_engine_runs_one():
     run = small_experiments.experiment("transformer")
-    with pytest.raises(UserError, match="TransformerConfig: take --program decode"):
+    with pytest.raises(
+        UserError, match="TransformerConfig lacks: use --program decode"
+    ):
         build_program(run, "tick", make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     run = small_experiments.experiment("relaxed_recursive_transformer")
     mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
-    with pytest.raises(UserError, match="leave early on one device: plan a tick"):
+    with pytest.raises(UserError, match="early exits run on one device: plan for"):
         build_program(run, "tick", mesh)
 
 

@@ -66,7 +66,7 @@ def test_a_mesh_that_does_not_divide_evaluations_is_no_candidate():
 def test_batches_that_no_mesh_divides_are_told():
     experiment = tiny_experiment.config()
     training = replace(experiment.training, accumulation=4)
-    with pytest.raises(UserError, match="divides batches of 6 rows: name others"):
+    with pytest.raises(UserError, match="divides them: name others"):
         candidates(replace(experiment, training=training), V5E, (6,))
 
 
@@ -99,7 +99,7 @@ def test_a_roofline_is_drawn_where_there_are_peaks(tmp_path):
     file = tmp_path / "roofline.png"
     plot_roofline([("a", planned(1, 0.1)), ("b", planned(1, 0.2))], file)
     assert file.read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(UserError, match="there is no bound to draw"):
+    with pytest.raises(UserError, match="has no bound to draw"):
         plot_roofline([("a", planned(1, 0.1, failed="no room"))], file)
 
 

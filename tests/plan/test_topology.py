@@ -54,7 +54,7 @@ def test_peaks_of_devices_that_only_train_are_their_makers_too():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("v7x:2x2", "no topology 'v7x:2x2': use one of v4, v5e, v5p, v6e, h100, cpu"),
+        ("v7x:2x2", "must be one of v4, v5e, v5p, v6e, h100, cpu"),
         ("v5e", "v5e has 2 axes of chips: write it like v5e:1x1"),
         ("v5e:4", "v5e has 2 axes"),
         ("v5p:4x4", "v5p has 3 axes of chips: write it like v5p:2x2x1"),
@@ -62,7 +62,7 @@ def test_peaks_of_devices_that_only_train_are_their_makers_too():
         ("h100:", "write h100 for one device or h100:8"),
         ("h100:2x4", "write h100 for one device or h100:8"),
         ("h100:16", "use at most h100:8"),
-        ("", "no topology ''"),
+        ("", "got ''"),
     ],
 )
 def test_a_wrong_name_is_told_in_a_sentence(name, said):

@@ -77,10 +77,10 @@ def test_what_cannot_be_fitted_is_refused(quick_compilation):
     base = transformer.build(transformer.small())
     model = to_recurformer(base, ((0,), ()), mamba=MAMBA)
     for ids, steps, rate, said in (
-        (IDS[:0], 1, 0.1, "no text"),
-        (IDS, 0, 0.1, "at least 1 step"),
+        (IDS[:0], 1, 0.1, "--text is empty"),
+        (IDS, 0, 0.1, "steps of at least 1"),
         (IDS, 1, float("nan"), "a rate above 0"),
-        (IDS, 3, 1e30, "not finite any more"),
+        (IDS, 3, 1e30, "diverged at --fit-rate"),
     ):
         with pytest.raises(UserError, match=said):
             fit_mixers(base, model, ids, steps=steps, rate=rate)

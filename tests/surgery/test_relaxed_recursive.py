@@ -133,7 +133,7 @@ def test_only_the_models_own_transformer_is_made_recursive():
     converted = to_recursive(model, stack, init="stepwise")
     with pytest.raises(UserError, match="only a Transformer"):
         to_recursive(converted, stack, init="stepwise")
-    with pytest.raises(UserError, match="not recursive"):
+    with pytest.raises(UserError, match="must be recursive"):
         to_transformer(model)
 
 
@@ -164,7 +164,7 @@ def test_tied_norms_start_as_they_are_told(init, llama):
         if "_norm." not in name:
             np.testing.assert_array_equal(leaf, parameters(converted)[name])
     untied = recursive(llama, loops=2, tie_norms=False)
-    with pytest.raises(UserError, match="each layer keeps its own"):
+    with pytest.raises(UserError, match="no loops share one"):
         to_recursive(llama, untied, init=init, norms="zero")
 
 
