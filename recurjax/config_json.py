@@ -30,8 +30,8 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"to_json: a config holds dataclasses, tuples, numbers, strings and None, got "
-        f"{type(value).__name__} {value!r}"
+        "to_json: a config may hold dataclasses, tuples, numbers, strings "
+        f"and None, got {type(value).__name__} {value!r}"
     )
 
 
@@ -84,7 +84,7 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
     if kind is float and type(data) in (int, float):
         return float(data)
     if kind is int and type(data) is int and abs(data) >= _TOO_LARGE:
-        raise UserError(f"{path} must fit 64 bits, got {data}")
+        raise UserError(f"{path} must fit into 64 bits, got {data}")
     # `type(...) is` and not isinstance: True would pass as an integer.
     if kind in (bool, int, str) and type(data) is kind:
         return data

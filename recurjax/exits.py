@@ -75,8 +75,8 @@ def exits_of(model: Decoder) -> SupportsExits:
     stack = as_exits(model.stack)
     if stack is None:
         raise UserError(
-            "only a recursive model has loops to leave early, not "
-            f"{type(model.config.stack).__name__}: leave out early exits"
+            "early exits need a recursive model, and the stack is a "
+            f"{type(model.config.stack).__name__}: leave them out"
         )
     # In the way that fits the model, it refuses only if it has no exits at all.
     if (reason := stack.refuses_exits(stack.missing)) is not None:
@@ -99,8 +99,8 @@ def parse_rule(text: str) -> ExitRule:
     rule = known.get(name)
     if rule is None or not 0.0 <= threshold <= 1.0:
         raise UserError(
-            f"--exit {text}: write it like confidence:0.7, one of {', '.join(RULES)} "
-            "and a threshold from 0 to 1"
+            f"--exit must be a rule, one of {', '.join(RULES)}, and a "
+            f"threshold from 0 to 1, such as confidence:0.7, got {text}"
         )
     return ExitRule(kind=rule, threshold=threshold)
 

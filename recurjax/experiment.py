@@ -49,7 +49,8 @@ class Experiment:
         unfit = self.name in ("", ".", "..") or "\0" in self.name
         if unfit or Path(self.name).name != self.name:
             raise ValueError(
-                f"name must be fit for a directory under runs/, got {self.name!r}"
+                "name must be usable as the name of a directory under runs/, got "
+                f"{self.name!r}"
             )
         length = self.training.length
         fix = f"shorten it or raise {_learned_positions(self.model, 'model')}.length"
@@ -63,8 +64,9 @@ class Experiment:
         windows = self.model.training_length
         if windows not in (None, self.training.length):
             raise ValueError(
-                f"training.length {self.training.length} is not model.stack.length "
-                f"{windows}, from which the model's windows come: set both alike"
+                f"training.length {self.training.length} must equal "
+                f"model.stack.length {windows}, from which the model's windows "
+                "follow: set both to the same value"
             )
         refused = self.objective.refuses(self.model)
         if refused is None and self.has_segments:
@@ -118,7 +120,7 @@ def read_experiment(file: Path) -> Experiment:
         written by a newer one.
     """
     if not file.is_file():
-        raise UserError(f"{file.parent} is not a run directory: no {file.name}")
+        raise UserError(f"{file.parent} is not a run directory: it has no {file.name}")
     data = read_json(file, "the run's config")
     return from_json(Experiment, brought_up_to_date(data, file), path=file.name)
 

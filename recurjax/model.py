@@ -300,8 +300,8 @@ class ModelConfig:
         rows = self.stack.table_rows
         if rows not in (None, self.padded_vocabulary):
             raise ValueError(
-                f"ModelConfig: stack.vocabulary must be {self.padded_vocabulary}, the "
-                f"rows of the padded vocabulary, got {rows}"
+                f"ModelConfig: stack.vocabulary must be {self.padded_vocabulary}, "
+                f"the padded vocabulary, got {rows}"
             )
 
     @property
@@ -443,10 +443,7 @@ class Decoder(nnx.Module):
             return None
         if (stack := as_latent_memory(self.stack)) is not None:
             return stack.refuses_prefill(by)
-        return (
-            f"this model reads prompts exactly and not by {by!r}: leave prefill at "
-            '"exact"'
-        )
+        return f'prefill must be "exact" for this model, got {by!r}'
 
     def embed(self, ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
         """Returns what the stack reads."""
@@ -510,8 +507,8 @@ def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
             width = math.prod(weight.shape[first : -len(rule.outputs)])
             if bits == 4 and width % INT4_GROUP:
                 raise UserError(
-                    f"int4 needs widths that {INT4_GROUP} divides, and {name} has "
-                    f"{width} inputs: use int8"
+                    f"--weights int4 needs widths that are multiples of {INT4_GROUP}, "
+                    f"and {name} has {width} inputs: use int8"
                 )
             return _quantize(weight, bits=bits, first=first, inputs=inputs)
         if layers_only or name not in ("w_embedding", "w_head"):

@@ -84,8 +84,8 @@ def quick_run(experiment: Experiment) -> QuickRun:
     root = scratch() / experiment.name
     if root.exists():
         raise UserError(
-            f"the notebook has a run {experiment.name} already: give this experiment "
-            "another name, or restart the kernel"
+            f"the notebook has a run {experiment.name} already: give this "
+            "experiment another name, or restart the kernel"
         )
     result = train(experiment, root, console=Console(quiet=True))
     rows = read_rows(root / "metrics.jsonl").rows

@@ -192,7 +192,7 @@ def rule_of(name: str) -> Rule:
     """
     rule = find_rule(name)
     if rule is None:
-        raise ValueError(f"the parameter {name} meets no rule of recurjax.parameters")
+        raise ValueError(f"the parameter {name} matches no rule of recurjax.parameters")
     return rule
 
 

@@ -74,7 +74,9 @@ def load_experiment(where: str | Path) -> "Experiment":
         table = _table(module, path)
         if table is None:
             if name is not None:
-                raise UserError(f"{path} has one run and no RUNS: leave :{name} out")
+                raise UserError(
+                    f"{path} has a single run and no table RUNS: leave :{name} out"
+                )
             return _checked(module.config(), f"config() in {path}")
         row = _row_name(table, name, path)
         return _checked(table[row].make(row), f"{path}:{row}")
@@ -89,7 +91,7 @@ def load_runs(path: Path) -> dict[str, Run]:
     with _imported(path) as module:
         table = _table(module, path)
         if table is None:
-            raise UserError(f"{path} has no table RUNS of runs")
+            raise UserError(f"{path} has no table RUNS: name a file that has one")
         return table
 
 
@@ -117,8 +119,8 @@ def experiments_folder() -> Path:
     installed = package.with_name("recurjax_experiments")
     if not installed.is_dir():
         raise UserError(
-            f"the folder of experiments is missing next to {package}: install recurjax "
-            "again, or name an experiment's file"
+            f"the folder of experiments is missing next to {package}: "
+            "reinstall recurjax, or name an experiment's file"
         )
     return installed
 
@@ -216,11 +218,12 @@ def _table(module: ModuleType, path: Path) -> dict[str, Run] | None:
             )
         return None
     if not isinstance(table, dict) or not table:
-        raise UserError("RUNS must be a dict with a Run a row")
+        raise UserError("RUNS must be a dict with a Run per row")
     for name, run in table.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w+", name):
             raise UserError(
-                f"RUNS: a row's name has letters, digits and _, got {name!r}"
+                "RUNS: a row's name must consist of letters, digits and _, got "
+                f"{name!r}"
             )
         if not isinstance(run, Run):
             raise UserError(f"RUNS[{name!r}] must be a Run, not {type(run).__name__}")

@@ -52,7 +52,8 @@ class MeshConfig:
         sizes = tuple(getattr(self, axis) for axis in AXES)
         if 0 in sizes or sizes.count(-1) > 1:
             raise ValueError(
-                f"MeshConfig: axes must be at least 1, one of them may be -1: {sizes}"
+                "MeshConfig: axes must be at least 1, and one of them may be -1, "
+                f"got {sizes}"
             )
 
     @property
@@ -84,7 +85,8 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         *names, last = (f"--mesh.{axis}" for axis in AXES)
         raise UserError(
             f"the mesh ({shape}) does not fit {len(devices)} devices: set "
-            f"{', '.join(names)} and {last} so that they multiply to {len(devices)}"
+            f"{', '.join(names)} and {last} so that their product is "
+            f"{len(devices)}"
         )
     kinds = (AxisType.Auto,) * len(AXES)
     slices = {getattr(device, "slice_index", None) for device in devices}
@@ -100,8 +102,8 @@ def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> np.ndarra
         return np.asarray(devices, dtype=object).reshape(sizes)
     if sizes[0] % slices:
         raise UserError(
-            f"the devices are {slices} TPU slices and mesh.data is {sizes[0]}: only "
-            f"data spans slices, so make it a multiple of {slices}"
+            f"mesh.data {sizes[0]} must be a multiple of the {slices} TPU "
+            "slices, because only data spans slices"
         )
     # Within a slice the mesh is laid out as for one slice; `data`, the first axis, then
     # counts slices outermost.
@@ -157,8 +159,8 @@ def check_batch(rows: int, mesh: Mesh, *, name: str) -> None:
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % shards:
         raise UserError(
-            f"a batch of {rows} rows cannot be spread over data * fsdp = {shards} "
-            f"devices: make {name} a multiple of {shards}"
+            f"a batch of {rows} rows does not divide over data * fsdp = "
+            f"{shards} devices: make {name} a multiple of {shards}"
         )
 
 

@@ -22,7 +22,9 @@ def test_a_written_experiment_is_read_back(tmp_path):
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(UserError, match="is not a run directory: no config.json"):
+    with pytest.raises(
+        UserError, match="is not a run directory: it has no config.json"
+    ):
         read_experiment(tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"type": ')
     with pytest.raises(UserError, match="config.json is not valid JSON"):
@@ -40,7 +42,7 @@ def test_differences_name_the_fields_and_both_values():
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/a"])
 def test_a_name_must_fit_a_directory(name):
-    with pytest.raises(ValueError, match="name must be fit for a directory"):
+    with pytest.raises(ValueError, match="name must be usable as the name of a dir"):
         dataclasses.replace(config(), name=name)
 
 
@@ -80,6 +82,6 @@ def test_another_length_than_the_windows_is_refused():
     run = changed(config(), training={"length": latent.stack.length})
     run = dataclasses.replace(run, model=latent)
     assert run.training.length == 9
-    message = "training.length 18 is not model.stack.length 9, .* set both alike"
+    message = "training.length 18 must equal model.stack.length 9, .* set both"
     with pytest.raises(ValueError, match=message):
         changed(run, training={"length": 18})

@@ -183,7 +183,7 @@ def test_no_two_parameters_of_a_module_have_one_name_in_pytorch(variant):
 )
 def test_a_last_word_of_another_part_meets_no_rule(name):
     assert find_rule(name) is None
-    with pytest.raises(ValueError, match=f"{re.escape(name)} meets no rule"):
+    with pytest.raises(ValueError, match=f"{re.escape(name)} matches no rule"):
         rule_of(name)
 
 

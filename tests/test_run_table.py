@@ -156,7 +156,9 @@ def test_what_is_no_table_is_told(table, text, message):
 
 def test_a_file_with_one_run_has_no_rows(tmp_path):
     (tmp_path / "e.py").write_text(IMPORTS + "config = tiny\n")
-    with pytest.raises(UserError, match="e.py has one run and no RUNS: leave :a out"):
+    with pytest.raises(
+        UserError, match="e.py has a single run and no table RUNS: leave :a out"
+    ):
         load_experiment(tmp_path / "e.py:a")
     with pytest.raises(UserError, match="e.py has no table RUNS"):
         load_runs(tmp_path / "e.py")

@@ -227,5 +227,5 @@ def test_on_gpus_every_axis_spans_hosts():
 
 
 def test_data_that_does_not_span_the_slices_is_told():
-    with pytest.raises(UserError, match="2 TPU slices and mesh.data is 1: only data"):
+    with pytest.raises(UserError, match="mesh.data 1 must be a multiple of the 2 TPU"):
         make_mesh(MeshConfig(data=1, fsdp=8), slices(2))

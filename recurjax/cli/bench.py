@@ -75,12 +75,12 @@ def run(argv: list[str]) -> int:
     options = parse(Bench, argv, prog="recurjax bench")
     # Before an hour of measurements that could not be kept.
     if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {options.json.parent} for --json")
+        raise UserError(f"--json: there is no directory {options.json.parent}")
     if options.what not in BENCHES:
         near = difflib.get_close_matches(options.what, BENCHES, n=1)
         known = ", ".join(BENCHES)
         hint = f"did you mean {near[0]}?" if near else f"known: {known}"
-        raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
+        raise UserError(f"there is no bench {options.what!r}: {hint}")
     # Imported on demand: a bench imports its variant and jax.
     bench, measured = _load(BENCHES[options.what]), []
     for row in bench.rows(

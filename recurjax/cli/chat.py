@@ -185,7 +185,10 @@ class ChatSession:
           UserError: the model has no chat template.
         """
         if not self.chats:
-            raise UserError("a system prompt needs a chat template: give --template")
+            raise UserError(
+                "a system prompt needs a chat template, which the model lacks: "
+                "give --template"
+            )
         self.messages = [{"role": "system", "content": text}] if text else []
 
     def reset(self) -> None:
@@ -218,7 +221,7 @@ class ChatSession:
           UserError: there is no text to answer again.
         """
         if [message["role"] for message in self.messages[-2:]] != ["user", "assistant"]:
-            raise UserError("there is nothing to answer again")
+            raise UserError("/retry needs an answer to replace: send a text first")
         before, last = self.messages, self.messages[-2]["content"]
         self.messages = self.messages[:-2]
         try:
@@ -261,9 +264,9 @@ class ChatSession:
         room = self._engine.config.length - len(ids) + 1
         if room < 1:
             raise UserError(
-                f"the talk has {len(ids):,} tokens, more than the "
-                f"{self._engine.config.length:,} that fit: /reset, or start with a "
-                "larger --length"
+                f"the conversation has {len(ids):,} tokens and the model's cache "
+                f"{self._engine.config.length:,}: /reset, or start with a larger "
+                "--length"
             )
         settings = RequestSettings(
             max_new_tokens=min(room, self._most or room),
@@ -284,7 +287,10 @@ class ChatSession:
                 show(request.text[shown:])
                 shown = len(request.text)
         if request.reason == "not_finite":
-            raise UserError("the model's logits are not finite: it cannot answer")
+            raise UserError(
+                "the model's logits are not finite, so it cannot answer: its "
+                "parameters hold NaN or infinities, or its activations overflow"
+            )
         ended = time.monotonic()
         return request, Answered(
             prompt_tokens=len(ids),
@@ -324,8 +330,8 @@ def _as_talk(values: Mapping[str, Any], file: Path) -> list[Message]:
     )
     if not good:
         raise UserError(
-            f"{file} holds no talk: messages must be a list of objects with a role and "
-            "a content"
+            f"{file} must be a saved conversation: a list of messages, each "
+            "with a role and a content"
         )
     assert isinstance(messages, list)
     return [{name: row[name] for name in ("role", "content")} for row in messages]
@@ -508,7 +514,9 @@ class _Terminal:
             try:
                 value = float(text)
             except ValueError:
-                raise UserError(f"/temperature needs a number, got {text!r}") from None
+                raise UserError(
+                    f"/temperature needs a number of at least 0, got {text!r}"
+                ) from None
             self._talk.sampling = replace(self._talk.sampling, temperature=value)
         _tell(f"temperature {self._talk.sampling.temperature:g}")
 
@@ -523,7 +531,7 @@ class _Terminal:
 
 def _file(name: str, word: str) -> Path:
     if not name:
-        raise UserError(f"{word} needs the name of a file")
+        raise UserError(f"{word} needs a file name")
     return Path(name).expanduser()
 
 

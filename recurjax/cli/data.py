@@ -83,7 +83,9 @@ class PrepareOptions(CorpusOptions):
     def __post_init__(self):
         check_ranges(self)
         if not self.corpus:
-            raise UserError("--corpus: name the files to prepare, or embedded")
+            raise UserError(
+                "--corpus is missing: name the files to prepare, or embedded"
+            )
         if self.part is not None:
             self.stretch()
 
@@ -99,8 +101,8 @@ class PrepareOptions(CorpusOptions):
             )
         if self.max_tokens is not None:
             raise UserError(
-                "--max-tokens counts from the corpus' beginning, which a --part does "
-                "not know: leave one of them out"
+                "--max-tokens counts from the beginning of the corpus, which a "
+                "--part does not see: leave one of the two out"
             )
         return int(match[1]), int(match[2])
 
@@ -186,7 +188,10 @@ def _prepare(options: PrepareOptions, out: Path, folder: str) -> int:
     corpus, choice = options.corpus_config(), options.tokenizer_config()
     assert choice is not None  # it has a default
     if isinstance(corpus, Prepared):
-        raise UserError(f"{corpus.directory} is prepared already: name text")
+        raise UserError(
+            f"--corpus: {corpus.directory} is prepared already: name the text "
+            "to prepare"
+        )
     # Training takes minutes on a large corpus, before the progress bar begins.
     if isinstance(choice, Bpe | NanochatBpe):
         print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
@@ -221,7 +226,7 @@ def run_verify(args: list[str]) -> int:
     folder, options = _folder(args, "verify")
     name = args[0]
     if options:
-        raise UserError(f"recurjax data verify takes a folder, got {options[0]} too")
+        raise UserError(f"recurjax data verify takes one folder, got {options[0]} too")
     # Three checks: the files' checksums, records that make up the stream, a tokenizer
     # that is the one of the manifest.
     manifest = read_manifest(folder)
@@ -230,10 +235,7 @@ def run_verify(args: list[str]) -> int:
     # As the folder was named: of one in a store its own is loaded, not the copy.
     tokenizer = f"{name.rstrip('/')}/{TOKENIZER}"
     if load_tokenizer(tokenizer).hash != manifest.tokenizer_hash:
-        raise UserError(
-            f"{tokenizer} is not the tokenizer that made the tokens: prepare "
-            "the data again"
-        )
+        raise UserError(f"{tokenizer} did not make the tokens: prepare the data again")
     print(
         f"{name} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
         f"documents in {len(manifest.shards)} shards"
@@ -250,7 +252,7 @@ def run_show(args: list[str]) -> int:
     stream = PreparedStream(folder, manifest)
     last = (stream.tokens - 1) // options.length
     if options.first > last:
-        raise UserError(f"{args[0]} has no row {options.first}: its last one is {last}")
+        raise UserError(f"--first {options.first}: the last row of {args[0]} is {last}")
     # Short data have fewer rows than requested: show them all.
     for row in range(options.first, min(options.first + options.rows, last + 1)):
         start = row * options.length
@@ -291,7 +293,10 @@ def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) 
 
 def _folder(args: list[str], command: str) -> tuple[Path, list[str]]:
     if not args or args[0].startswith("-"):
-        raise UserError(f"name a prepared folder: recurjax data {command} DIR")
+        raise UserError(
+            f"DIR is missing: recurjax data {command} DIR, where DIR is a "
+            "prepared folder"
+        )
     return prepared_here(args[0]), args[1:]
 
 

@@ -139,15 +139,21 @@ def run(argv: list[str]) -> int:
         return 0
     options = parse(GenerateOptions, argv, prog="recurjax generate")
     if options.json and options.json_lines is not None:
-        raise UserError("--json-lines FILE has the texts already: leave out --json")
+        raise UserError(
+            "--json and --json-lines exclude each other, because the file has "
+            "the texts already: leave out --json"
+        )
     prompts, adapters = _prompts(options), read_adapters(options.adapter)
     # One text for each prompt and adapter.
     texts = [(prompt, name) for prompt in prompts for name in adapters or ("",)]
     rule = None if options.exit is None else parse_rule(options.exit)
     if options.missing == "verify" and options.temperature != 0:
-        raise UserError("--missing verify is for greedy texts: add --temperature 0")
+        raise UserError("--missing verify decodes greedily only: add --temperature 0")
     if options.missing is not None and rule is None:
-        raise UserError("--missing goes with --exit: say when tokens leave")
+        raise UserError(
+            "--missing applies to early exits only: add --exit, such as "
+            "--exit confidence:0.7"
+        )
     # Pieces of several texts would come mixed: only a single one is shown as it grows.
     streams = options.stream and not options.json and len(texts) == 1
     streams = streams and options.json_lines is None
@@ -253,7 +259,7 @@ def _open_lines(
 ) -> "_TextLines":
     assert options.json_lines is not None
     if jax.process_count() > 1:
-        raise UserError("--json-lines is for one process: leave it out")
+        raise UserError("--json-lines works in one process only: leave it out")
     # All that decides a text: an earlier call's lines count only if it was the same.
     settings = dataclasses.asdict(shared["sampling"]) | {
         "step": step,
@@ -308,7 +314,7 @@ def _read_prompts(file: Path) -> list[str]:
     # Blank lines separate prompts for the eye.
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise UserError(f"there is no prompt in {file}")
+        raise UserError(f"--prompts-file: {file} has no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in numbered]
     prompts = []
@@ -416,7 +422,7 @@ class _TextLines:
                     opened.truncate(len(whole))
             file.open("ab").close()  # Check that it can be written before any work.
         except OSError as error:
-            raise UserError(f"cannot write texts to {file}: {error}") from error
+            raise UserError(f"--json-lines: cannot write to {file}: {error}") from error
 
     def add(self, number: int, line: Mapping[str, Any]) -> None:
         """Writes a prompt's line."""
@@ -432,16 +438,18 @@ class _TextLines:
         if any(
             type(kinds.get(name)) is not kind for name, kind in _LINE_FIELDS.items()
         ):
-            raise UserError(f"{where} is no text of an earlier run: name another file")
+            raise UserError(
+                f"--json-lines: {where} is not from an earlier call: name another file"
+            )
         number = line["number"]
         if line["settings"] != self._settings:
             raise UserError(
-                f"{where} was made with other settings or another checkpoint: name "
-                "another file, or use the same again"
+                f"--json-lines: {where} is from other settings or another "
+                "checkpoint: name another file, or repeat those settings"
             )
         if not 0 <= number < len(prompts) or prompts[number] != line["prompt"]:
             raise UserError(
-                f"{where} continues another prompt than number {number + 1} of these: "
-                "name another file, or give the same prompts again"
+                f"--json-lines: {where} continues another prompt than number "
+                f"{number + 1}: name another file, or give the same prompts again"
             )
         self.done[number] = line

@@ -184,7 +184,7 @@ def _check_text(argv: Sequence[str]) -> None:
                 f"argument {number} is not UTF-8 text: {ascii(word)}"
             ) from None
         if "\0" in word:
-            raise UserError(f"argument {number} has a NUL character: {word!r}")
+            raise UserError(f"argument {number} contains a NUL character: {word!r}")
 
 
 def _unforeseen(error: Exception) -> str:

@@ -76,17 +76,22 @@ class PlanOptions:
         check_ranges(self)
         if (self.rows or self.length) and self.program in ("train", "evaluate"):
             raise UserError(
-                "--rows and --length are of prefill, decode and tick: set "
-                "--training.batch "
-                "and --training.length instead"
+                "--rows and --length are for the programs prefill, decode and "
+                "tick: set --training.batch and --training.length instead"
             )
         if self.sweep and self.program != "train":
-            raise UserError(f"--sweep plans training, not --program {self.program}")
+            raise UserError(
+                f"--sweep plans training only, not --program {self.program}: leave "
+                "one of them out"
+            )
         for name in ("batches", "memory_limit", "workers"):
             if getattr(self, name) is not None and not self.sweep:
-                raise UserError(f"--{name.replace('_', '-')} is for --sweep")
+                raise UserError(
+                    f"--{name.replace('_', '-')} is for --sweep only: add --sweep or "
+                    "leave it out"
+                )
         if self.batches is not None and not self.batches:
-            raise UserError("--batches names no number of rows")
+            raise UserError("--batches is empty: name at least one number of rows")
         for name in ("json", "plot"):
             file = getattr(self, name)
             if file is not None and not file.parent.is_dir():
@@ -98,13 +103,19 @@ def run(argv: list[str]) -> int:
     if shows_usage(argv, _USAGE):
         return 0
     if argv[0].startswith("-"):
-        raise UserError(f"name the experiment file first, then {argv[0]}")
+        raise UserError(
+            f"name the experiment before {argv[0]}: recurjax plan EXPERIMENT "
+            "--topology NAME"
+        )
     # Options of the plan and fields of the experiment come mixed; a dot tells them
     # apart.
     words, fields = _split(argv[1:])
     # Check here: tyro's own error would list all options.
     if not any(word.split("=")[0] in ("--topology", "--help", "-h") for word in words):
-        raise UserError("say what to plan for: --topology v5e:16x16, h100, ...")
+        raise UserError(
+            "--topology is missing: name the devices to plan for, such as "
+            "v5e:16x16 or h100"
+        )
     options = parse(PlanOptions, words, prog=f"recurjax plan {argv[0]}")
     topology = parse_topology(options.topology)
     # Before the experiment is loaded: without a compiler nothing can be planned.

@@ -128,14 +128,20 @@ def run(argv: list[str]) -> int:
             f"recurjax serve needs {error.name}: pip install 'recurjax[serve]'"
         ) from error
     if not options.runs:
-        raise UserError("there is no run directory: recurjax serve RUN [RUN ...]")
+        raise UserError("RUN is missing: recurjax serve RUN [RUN ...]")
     runs = tuple(imported_run(path, report=_tell) for path in options.runs)
     # Clients name the model that they ask by the folder of its run.
     names = [path.resolve().name for path in runs]
     if len(set(names)) < len(names):
-        raise UserError(f"two runs have the same name: {', '.join(names)}")
+        raise UserError(
+            "the runs must have different folder names, by which clients name "
+            f"them, got {', '.join(names)}"
+        )
     if options.adapter and len(runs) > 1:
-        raise UserError("--adapter goes with one run, their base: serve others apart")
+        raise UserError(
+            f"--adapter needs exactly one run, their base, got {len(runs)}: serve the "
+            "others separately"
+        )
     key = None
     # From a file: every process of a machine can read another's command line.
     if options.api_key_file is not None:
@@ -191,9 +197,8 @@ def _served(name: str, path: Path, options: ServeOptions) -> "list[Served]":
     ends = text_ends(loaded.tokenizer)
     if len(ends) > MOST_STOPS:
         raise UserError(
-            f"{path}: its eos_token_id names {len(ends)} tokens that end a text, an "
-            f"engine has room for {MOST_STOPS}: leave some of them out in "
-            "tokenizer/generation_config.json"
+            f"{path}: eos_token_id in tokenizer/generation_config.json names "
+            f"{len(ends)} tokens and an engine takes {MOST_STOPS}: remove some"
         )
     if template is None:
         _tell(f"{name}: no chat template: completions only, or give --template FILE")
@@ -289,12 +294,13 @@ def _read_key(file: Path) -> str:
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the API key from {file}: {error}") from error
+        raise UserError(f"--api-key-file: cannot read {file}: {error}") from error
     if not key:
-        raise UserError(f"{file} is empty: write the API key into it")
+        raise UserError(f"--api-key-file: {file} is empty: write the API key into it")
     if not all("!" <= sign <= "~" for sign in key):
         raise UserError(
-            f"the API key in {file} must be ASCII without spaces: HTTP sends no other"
+            f"--api-key-file: the key in {file} must be ASCII without spaces, "
+            "which HTTP requires"
         )
     return key
 

@@ -48,7 +48,9 @@ def run(argv: list[str]) -> int:
         return 0
     file = argv[0]
     if file.startswith("-"):
-        raise UserError(f"name the experiment file first, then {file}")
+        raise UserError(
+            f"name the experiment before {file}: recurjax train EXPERIMENT [options]"
+        )
     # First of all: what one process is refused from here on, all learn at once.
     start_processes()
     try:
@@ -180,8 +182,9 @@ def with_own_text(
     data = experiment.data
     if isinstance(data, TaskData):
         raise UserError(
-            f"{experiment.name} is trained on a task, which makes its rows itself: "
-            "--corpus and --tokenizer are for experiments on text"
+            "--corpus and --tokenizer are for experiments on text, and "
+            f"{experiment.name} is trained on a task that makes its own rows: "
+            "leave them out"
         )
     # The name follows what changed, so that runs on different texts do not collide.
     corpus, name = data.corpus, experiment.name
@@ -190,16 +193,16 @@ def with_own_text(
         name += f"_{name_of(corpus)}"
     elif options.describes_files():
         raise UserError(
-            "--format, --field, --split and --separator say how to read "
-            "--corpus FILES: name the files too"
+            "--format, --field, --split and --separator describe --corpus "
+            "FILES, which is missing: add it"
         )
     prepared = own_tokenizer(corpus)
     tokenizer = options.tokenizer_config()
     if options.tokenizer is not None:
         if prepared not in (None, tokenizer):
             raise UserError(
-                "the corpus is prepared, with a tokenizer of its own, and --tokenizer "
-                f"{options.tokenizer} cannot replace it: leave it out, or prepare again"
+                f"--tokenizer {options.tokenizer} cannot replace the tokenizer of "
+                "a prepared corpus: leave it out, or prepare the corpus again"
             )
         name += f"_{_short(options.tokenizer)}"
     tokenizer = tokenizer or prepared or data.tokenizer

@@ -117,4 +117,4 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
 ):
     monkeypatch.setitem(BENCHES, "data", "reached")
     answer = recurjax("bench", "data", "--json", tmp_path / "none" / "rows.json")
-    assert_refused(answer, f"there is no folder {tmp_path}/none for --json")
+    assert_refused(answer, f"--json: there is no directory {tmp_path}/none")

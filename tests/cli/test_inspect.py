@@ -56,7 +56,9 @@ def test_runs_are_listed_without_jax(finished, tmp_path):
 
 
 def test_a_folder_without_runs_is_one_sentence(tmp_path):
-    assert_refused(recurjax("runs", tmp_path), "holds no run: recurjax train")
+    assert_refused(
+        recurjax("runs", tmp_path), "holds no run: start one with recurjax train"
+    )
     near = recurjax("runs", tmp_path.with_name(tmp_path.name[:-1]))
     assert_refused(near, f"did you mean {tmp_path}")
     assert_refused(recurjax("runs", "a", "b"), "takes one folder, got a b")
@@ -108,7 +110,7 @@ def test_what_is_not_there_gets_the_closest_name(finished):
     assert_refused(recurjax("describe", near), f"did you mean {finished}")
     assert_refused(recurjax("report", near), f"did you mean {finished}")
     assert_refused(recurjax("describe", "quickstrat"), "did you mean quickstart")
-    assert_refused(recurjax("report", finished, finished), "a run is named twice")
+    assert_refused(recurjax("report", finished, finished), "name each run once")
 
 
 HOSTILE = "<script>alert(1)</script> & $x^"

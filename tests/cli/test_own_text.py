@@ -102,9 +102,9 @@ def test_a_prepared_folder_brings_its_tokenizer(texts, tmp_path):
     assert experiment.data.tokenizer == TokenizerFile(path=str(out / "tokenizer"))
     assert experiment.data.validation_fraction is None
     assert (experiment.model.vocabulary, experiment.name) == (300, "tiny_shards")
-    with pytest.raises(UserError, match="prepared, with a tokenizer of its own"):
+    with pytest.raises(UserError, match="cannot replace the tokenizer of a prepared"):
         changed("--corpus", out, "--tokenizer", "bytes")
-    with pytest.raises(UserError, match="is prepared already: name text"):
+    with pytest.raises(UserError, match="is prepared already: name the text"):
         data(["prepare", "--out", str(tmp_path / "two"), "--corpus", str(out)])
 
 
@@ -129,7 +129,7 @@ REFUSED = [
     (("--corpus", "{}/a.txt", "--tokenizer", "bpe"), "needs a vocabulary size"),
     (("--corpus", "gs//a.txt", "--tokenizer", "no.json"), "no tokenizer at no.json"),
     (("--corpus", "gopher://a/b.txt"), "nothing can be read at gopher://, only"),
-    (("--field", "body"), "say how to read --corpus FILES: name the files too"),
+    (("--field", "body"), "describe --corpus FILES, which is missing"),
     (("--bos", "<s>"), "name tokens of --tokenizer, which is missing"),
     (
         ("--corpus", "{}/lines", "--separator", "x"),

@@ -103,13 +103,13 @@ def test_every_experiment_written_out_is_the_same_experiment():
     [
         (("train", "quickstrat"), "no experiment quickstrat: did you mean quickstart"),
         (("train", "rat:fineweb"), "has no run fineweb"),
-        (("new", "mine"), "say what to copy: recurjax new NAME --from quickstart"),
+        (("new", "mine"), "--from is missing: recurjax new NAME --from quickstart"),
         (
             ("new", "a-b", "--from", "rat:fineweb_4k_rat16"),
-            "NAME must have letters, digits and _",
+            "NAME must consist of letters, digits and _",
         ),
         (("new", "no/mine", "--from", "quickstart"), "there is no directory no"),
-        (("new", "mine", "--of", "rat"), "there is no option --of"),
+        (("new", "mine", "--of", "rat"), "no option --of"),
         (("experiments", "rut"), "there is no experiment rut: did you mean rat"),
         (("doctor", "now"), "recurjax doctor takes no arguments, got now"),
         (("compilers", "--constraint", "no.txt"), "no constraints file at no.txt"),

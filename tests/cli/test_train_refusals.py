@@ -37,7 +37,7 @@ OPTIONS = [
         "--schedule.warmup-steps 13",
         "warmup_steps must be between 0 and .* = 12, got 13",
     ),
-    ("--name a/b", "name must be fit for a directory"),
+    ("--name a/b", "name must be usable as the name of a dir"),
     ("--runs", "--runs needs a directory"),
     (
         "--model.vocabulary 300",
@@ -47,7 +47,7 @@ OPTIONS = [
     ("--mesh.data 3", r"the mesh \(data=3, .* does not fit 8 devices: set --mesh.data"),
     (
         "--training.batch 12",
-        "a batch of 12 rows cannot .* make training.batch / training",
+        "a batch of 12 rows does not .* make training.batch / training",
     ),
     (
         "--evaluation.batch 3",
@@ -70,7 +70,7 @@ def test_a_wrong_option_gets_one_sentence(tmp_path, monkeypatch, options, patter
 
 def test_the_file_comes_first_and_must_be_there(tmp_path):
     assert_refused(
-        recurjax("train", "--training.steps", 3), "the experiment file first"
+        recurjax("train", "--training.steps", 3), "name the experiment before"
     )
     assert_refused(
         recurjax("train", tmp_path / "no.py"), "no experiment file at .*no.py"
@@ -158,7 +158,9 @@ def test_a_run_that_saved_nothing_starts_anew_with_other_settings(claimed, tmp_p
 
 def test_a_tokenizer_changed_in_the_run_directory_is_told(claimed):
     ByteTokenizer(bos=False).save(claimed.tokenizer)
-    assert_refused(resume(claimed), "has 256 tokens, the model 257: put the run's own")
+    assert_refused(
+        resume(claimed), "has 256 tokens and the model 257: restore the run's own"
+    )
     shutil.rmtree(claimed.tokenizer)
     assert_refused(resume(claimed), "no tokenizer at .*runs/tiny/tokenizer")
 

@@ -153,7 +153,7 @@ def test_rows_are_shown_with_what_separates_documents(files, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("=== row 1: tokens 3,000 to 5,999, train ===\n... ")
     assert f"\n||| <BOS>{TEXTS[1][:50]}" in shown
-    with pytest.raises(UserError, match="has no row 9: its last one is 3"):
+    with pytest.raises(UserError, match="--first 9: the last row of .* is 3"):
         run(["show", out, "--first", "9", "--length", "3000"])
     capsys.readouterr()
     # Three rows are requested, the default, but the data has fewer.
@@ -185,9 +185,9 @@ def test_a_prepared_folder_is_verified(files, capsys):
 
 def test_what_cannot_be_shown_or_prepared_is_one_sentence(files):
     for words, message in (
-        (["show"], "name a prepared folder: recurjax data show DIR"),
+        (["show"], "DIR is missing: recurjax data show DIR"),
         (["verify", str(files)], "is not a prepared directory"),
-        (["verify", str(files), "more"], "takes a folder, got more too"),
+        (["verify", str(files), "more"], "takes one folder, got more too"),
         (["show", str(files), "--rows", "0"], "--rows: must be >= 1, got 0"),
         (
             ["prepare", "--out", "x", "--corpus", "embedded", "--workers", "0"],
@@ -220,5 +220,5 @@ def test_parts_are_prepared_and_merged_at_the_command_line(files, capsys):
     assert f'Prepared(directory="{files}/whole")' in capsys.readouterr().out
     whole = read_manifest(files / "whole")
     assert whole == prepared(files, *words)
-    with pytest.raises(UserError, match="--max-tokens counts from the corpus' beg"):
+    with pytest.raises(UserError, match="--max-tokens counts from the beginning"):
         prepared(files, *words, "--part", "1/2", "--max-tokens", "9")

@@ -1009,7 +1009,7 @@ def _read_gguf(file: Path) -> None:
     try:
         fields, _ = read_header(file)
     except (ValueError, OSError, RecursionError) as error:  # as `open_gguf` takes them
-        raise UserError(f"{file} is not a whole GGUF file: {error}") from error
+        raise UserError(f"{file} is not a complete GGUF file: {error}") from error
     gguf_tokenizer(fields, where=str(file))
 
 

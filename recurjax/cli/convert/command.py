@@ -290,7 +290,7 @@ def _here(command: str, words: list[str], stack: ExitStack) -> list[str]:
     first = [word.startswith("-") for word in words[:2]]
     if any(first) and any(url_of(word) for word in words):
         raise UserError(
-            "with a URL, name SOURCE and OUT first and the options behind them"
+            "SOURCE and OUT must come before the options when one of them is a URL"
         )
     for at, word in enumerate(words[:2]):
         url = None if word.startswith("-") else url_of(word)
@@ -319,7 +319,7 @@ def _from_hf(argv: list[str]) -> int:
     )
     if converted.tokenizer is None:
         raise UserError(
-            f"{options.source} has no tokenizer.json: name one with --tokenizer"
+            f"{options.source} has no tokenizer.json: name a file with --tokenizer"
         )
     # Compared before anything is written: a wrong conversion should show at once.
     parity = (
@@ -390,8 +390,9 @@ def _from_authors(argv: list[str]) -> int:
     tokenizer = as_trained(load_tokenizer(options.tokenizer), experiment.model)
     if tokenizer.vocabulary != experiment.model.vocabulary:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} tokens and the model of "
-            f"{options.experiment} {experiment.model.vocabulary}: name the model's own"
+            f"--tokenizer has {tokenizer.vocabulary} tokens and the model of "
+            f"{options.experiment} {experiment.model.vocabulary}: name the "
+            "model's own"
         )
     model = from_authors(options.source, experiment.model, report=_say)
     write_run(options.out, model, experiment, tokenizer)
@@ -453,7 +454,9 @@ def _end(out: Path, parity: Parity | NotMeasured) -> int:
 def _read_ids(file: Path) -> np.ndarray:
     ids = read_array(file, Expected("iu", (None, None)), f"--ids: {file}")
     if ids.size == 0:
-        raise UserError(f"--ids: {file} holds no tokens")
+        raise UserError(
+            f"--ids: {file} holds no tokens: name a file with a list of ids"
+        )
     return ids
 
 

@@ -136,12 +136,13 @@ class ToRecurFormer:
         check_ranges(self)
         if (self.heads is None) == (self.beta is None):
             raise UserError(
-                "say which heads go: --beta SHARE, measured on --text, or --heads FILE"
+                "choose the heads to replace with either --beta SHARE, measured "
+                "on --text, or --heads FILE"
             )
         if self.beta is not None and self.text is None:
-            raise UserError("--beta is measured on a text: name one with --text")
+            raise UserError("--beta is measured on a text: add --text FILE")
         if self.start == "fitted" and self.text is None:
-            raise UserError("--start fitted needs a text: name one with --text")
+            raise UserError("--start fitted is fitted to a text: add --text FILE")
 
     @property
     def mamba(self) -> MambaConfig:
@@ -262,8 +263,8 @@ def cut_text(
     count = len(ids) // length
     if count < 1:
         raise UserError(
-            f"{text} has {len(ids)} tokens, a sample needs {length}: "
-            "use more text or a shorter --length"
+            f"--text: {text} has {len(ids)} tokens and a sample needs "
+            f"{length}: use more text or a shorter --length"
         )
     if samples is not None and count < samples:
         say(f"{text} has {count} samples of {length} tokens only")

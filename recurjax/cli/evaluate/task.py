@@ -88,26 +88,26 @@ def _check_fits(options: EvaluateTask, loaded: LoadedRun, task: TaskConfig) -> N
     # A larger vocabulary has tokens that the model has no embedding of.
     if task.vocabulary > loaded.model.config.vocabulary:
         raise UserError(
-            f"the task {options.task} has {task.vocabulary} tokens and the model reads "
-            f"{loaded.model.config.vocabulary}: train a run on it, or take a task "
-            "with fewer"
+            f"the task {options.task} has {task.vocabulary} tokens and the "
+            f"model {loaded.model.config.vocabulary}: train a run on it, or "
+            "use a task with fewer tokens"
         )
     compresses = isinstance(loaded.experiment.objective, Compress)
     if isinstance(task, Compression) and not compresses:
         raise UserError(
-            f"the task {options.task} needs a run that was trained by the objective "
-            "Compress"
+            f"the task {options.task} needs a run trained with the objective Compress"
         )
     if compresses and not isinstance(task, Compression):
         raise UserError(
-            f"the task {options.task} needs a run that predicts tokens: this one was "
-            "trained by the objective Compress, for mad_compression alone"
+            f"the task {options.task} needs a run that predicts tokens: this "
+            "one is trained with the objective Compress, for mad_compression "
+            "only"
         )
     longest = task.longest("validation")
     if options.length is not None and options.length < longest:
         raise UserError(
-            f"--length {options.length}: the task {options.task} has rows of {longest} "
-            "tokens; leave it out"
+            f"--length {options.length} is shorter than the task "
+            f"{options.task}'s rows of {longest} tokens: leave it out"
         )
 
 

@@ -325,7 +325,8 @@ def _source(options: OfText, loaded: LoadedRun) -> RowSource:
     if options.text is not None:
         if isinstance(data, TaskData):
             raise UserError(
-                f"{options.run} was trained on a task: leave --text out to test it"
+                f"--text is for runs trained on text, and {options.run} is trained "
+                "on a task: leave it out to evaluate the task"
             )
         # All of the text is validation.
         data = DataConfig(
@@ -349,8 +350,8 @@ def _source(options: OfText, loaded: LoadedRun) -> RowSource:
 def _require_batch(batch: int, length: int) -> None:
     if batch * length > LARGEST_BATCH:
         raise UserError(
-            f"--batch {batch} x {length} tokens a row is more than 2^28 tokens at a "
-            "time: lower one of them"
+            f"--batch {batch} x --length {length} exceeds 2^28 tokens per "
+            "batch: lower one of them"
         )
 
 

@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     # The name with or without its ending.
     target = Path(name if name.endswith(".py") else f"{name}.py")
     if not re.fullmatch(r"\w+", target.stem):
-        raise UserError(f"NAME must have letters, digits and _, got {name!r}")
+        raise UserError(f"NAME must consist of letters, digits and _, got {name!r}")
     if target.exists():
         raise UserError(f"{target} exists already: choose another name or remove it")
     if not target.parent.is_dir():
@@ -154,11 +154,11 @@ def _read(argv: list[str]) -> tuple[str, str]:
             source = words[at] if at < len(words) else None
         elif words[at].startswith("-"):
             raise UserError(
-                f"there is no option {words[at]}: recurjax new knows --from"
+                f"there is no option {words[at]}: recurjax new takes --from"
             )
         else:
             names.append(words[at])
         at += 1
     if len(names) != 1 or source is None:
-        raise UserError("say what to copy: recurjax new NAME --from quickstart")
+        raise UserError("--from is missing: recurjax new NAME --from quickstart")
     return names[0], source

@@ -164,7 +164,7 @@ def _read(roots: Sequence[Path]) -> list[_Run]:
         None,
     )
     if depth is None:
-        raise UserError("recurjax report: a run is named twice: name each once")
+        raise UserError("recurjax report: name each run once")
     runs = []
     for number, path in enumerate(paths):
         directory = RunDirectory(path)

@@ -35,12 +35,13 @@ def run(argv: list[str]) -> int:
     folder = Path(os.path.expanduser(argv[0] if argv else "runs"))
     if not folder.is_dir():
         raise UserError(
-            f"there is no folder {folder}: name the folder that holds your runs"
-            f"{_hint(folder)}"
+            f"there is no folder {folder}: name the folder of your runs{_hint(folder)}"
         )
     rows = [_line(root, _name(root, folder)) for root in run_directories(folder)]
     if not rows:
-        raise UserError(f"{folder} holds no run: recurjax train quickstart starts one")
+        raise UserError(
+            f"{folder} holds no run: start one with recurjax train quickstart"
+        )
     print(terminal.aligned([("run", "step", "loss", "age", "size"), *rows]))
     return 0
 

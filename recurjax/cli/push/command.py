@@ -82,8 +82,7 @@ def _repository(name: str, revision: str) -> Repository:
     repository = parse_repository(f"{name.removeprefix('hf:')}@{revision}")
     if repository is None or "@" in name:
         raise UserError(
-            f"{name!r} names no repository to push to: use OWNER/NAME, and --revision "
-            "for a branch"
+            f"{name!r} is not a repository: use OWNER/NAME, and --revision for a branch"
         )
     return repository
 

@@ -122,8 +122,8 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "say which heads go"),
-        (("--beta", "0.5"), "name one with --text"),
+        ((), "choose the heads to replace"),
+        (("--beta", "0.5"), "add --text FILE"),
         (("--beta", "1.5", "--text", "x"), "--beta: must be >= 0 and <= 1, got 1.5"),
         (("--beta", "nan", "--text", "x"), "--beta: must be finite"),
         (("--beta", "0.5", "--text", "nowhere.txt"), "cannot be read: No such file"),
@@ -137,12 +137,15 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
             ("--beta", "0.5", "--text", "{text}", "--window", "0"),
             "--window: must be > 0 and < 1, got 0.0",
         ),
-        (("--heads", "{far}", "--start", "fitted"), "--start fitted needs a text"),
+        (
+            ("--heads", "{far}", "--start", "fitted"),
+            "--start fitted is fitted to a text",
+        ),
         (("--heads", "{far}", "--fit-steps", "0"), "--fit-steps: must be >= 1, got 0"),
         (("--heads", "{far}", "--fit-rate", "nan"), "--fit-rate: must be finite"),
         (("--heads", "{text}"), "the file of --heads .* is not valid JSON"),
         (("--heads", "{bad}"), "a list of heads for each layer"),
-        (("--heads", "{far}"), "heads from 0 to 3"),
+        (("--heads", "{far}"), "must be from 0 to 3"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(base, tmp_path, options, said):

@@ -113,7 +113,7 @@ def test_a_run_trained_at_its_exits_is_written_out_with_an_objective_that_fits(
 
 def test_only_a_recursive_model_is_written_out(base, tmp_path):
     answer = recurjax("convert", "to-transformer", base / "base", tmp_path / "out")
-    assert_refused(answer, "the model is not recursive")
+    assert_refused(answer, "the model must be recursive")
 
 
 def test_the_report_has_the_loss_before_and_after_on_a_text(base, tmp_path):

@@ -133,7 +133,7 @@ def test_mistakes_are_told_in_a_sentence(finished, tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     for words, pattern in [
         ((tmp_path / "none",), "no run directory at .*none"),
-        ((tmp_path,), "is not a run directory: no config.json"),
+        ((tmp_path,), "is not a run directory: it has no config.json"),
         ((finished, "--text", tmp_path / "no.txt"), "no.txt"),
         ((finished, "--text", empty), "no text|empty"),
         ((finished, "--text", binary), "binary.txt.*UTF-8"),
@@ -155,7 +155,9 @@ def test_a_run_without_a_checkpoint_or_with_another_tokenizer_is_told(
     for command in ("evaluate", "generate"):
         words = ("--prompt", "a") if command == "generate" else ()
         answer = recurjax(command, run, *words)
-        assert_refused(answer, "has 256 tokens, the model 257: put the run's own")
+        assert_refused(
+            answer, "has 256 tokens and the model 257: restore the run's own"
+        )
     ByteTokenizer().save(run / "tokenizer")
     shutil.rmtree(run / "checkpoints")
     assert_refused(recurjax("evaluate", run), "has no checkpoint yet: train it first")
@@ -212,7 +214,7 @@ def test_a_text_is_read_alike_on_several_devices(finished, text):
             assert got == pytest.approx(want, rel=1e-5)
     assert_refused(
         recurjax("evaluate", finished, *words, "--mesh.data", 3),
-        "a batch of 4 rows cannot be spread",
+        "a batch of 4 rows does not divide",
     )
     assert_refused(
         recurjax("evaluate", finished, *words, "--mesh.data", 99), "does not fit 8"

@@ -74,10 +74,10 @@ def test_any_run_reads_a_task_of_a_fitting_vocabulary(finished):
     assert got["tokens"] == 3 * 256 and len(got["accuracy"]["positions"]) == 256
     assert got["bytes"] == 0
     for words, pattern in [
-        (("mqar",), "mqar has 8192 tokens and the model reads 257: train"),
+        (("mqar",), "mqar has 8192 tokens and the model 257: train"),
         (("mqer",), r"there is no task mqer: did you mean mqar\?"),
         (("mad_compression",), "mad_compression needs a run"),
-        (("s3", "--length", 8), "has rows of 256 tokens"),
+        (("s3", "--length", 8), "is shorter than the task"),
         (("s3", "--split", "train"), "no option --split"),
         (("s3", "--text", "x"), "no option --text"),
         (("s3", "--limit", 0), "--limit: must be >= 1"),
