@@ -112,7 +112,10 @@ class Options(RangeChecks):
         named |= {"L": self.layers, "V": self.vocabulary}
         shape = dict(case.shape) | {k: v for k, v in named.items() if v is not None}
         if shape["D"] % (2 * shape.get("H", 1)):
-            raise UserError("--width must be a multiple of twice --heads")
+            raise UserError(
+                f"--width must be a multiple of 2 x --heads, got {shape['D']} and "
+                f"{shape.get('H', 1)}"
+            )
         return shape
 
 
@@ -166,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         options.checkout and (options.checkout / case.checkout).exists()
     ):
         raise UserError(
-            f"--checkout {options.checkout} is no checkout of the code that "
+            f"--checkout {options.checkout} is not a checkout of the code that "
             f"{options.case} compares with: it has no {case.checkout}"
         )
     for length in lengths:
@@ -230,8 +233,8 @@ def _compare(side: Side, answer: dict[str, Any], case: Case, shape: Shape) -> No
     theirs, ours = answer.pop("parameters"), case.parameters(shape)
     if theirs != ours:
         raise UserError(
-            f"{side.name}'s model has {theirs:,} parameters, ours {ours:,}: is the "
-            "checkout the version that this file names?"
+            f"{side.name}'s model has {theirs:,} parameters and ours {ours:,}: "
+            "check out the version that this file names"
         )
 
 

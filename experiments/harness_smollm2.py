@@ -190,8 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sides = mine, theirs(options, 0 if first is None else first)
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"this needs a package that is not here ({missing.name}): see the "
-            "script's first lines"
+            f"{missing.name} is not installed: see the script's first lines"
         ) from missing
     with tempfile.TemporaryDirectory() as folder:
         offline_tasks(Path(folder))

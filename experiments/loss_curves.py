@@ -47,7 +47,7 @@ class Options:
 
     def __post_init__(self):
         if not self.runs or self.smooth < 1:
-            raise UserError("name at least one run; --smooth must be at least 1")
+            raise UserError("name at least one run, and --smooth of at least 1")
 
 
 def curve(options: Options, run: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +63,9 @@ def curve(options: Options, run: Path) -> tuple[np.ndarray, np.ndarray]:
         if row["kind"] == options.kind and row.get(options.metric) is not None
     ]
     if not rows:
-        raise UserError(f"{run}: no {options.kind} row has --metric {options.metric}")
+        raise UserError(
+            f"--metric {options.metric}: no {options.kind} row of {run} has it"
+        )
     steps = np.array([row["step"] for row in rows]) * each
     values = np.array([row[options.metric] for row in rows], float)
     if options.kind == "train":

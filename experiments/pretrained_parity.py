@@ -47,7 +47,7 @@ def resident(name: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) / 1024
-    raise NotImplementedError(f"this system does not state {name}")
+    raise NotImplementedError(f"this operating system does not report {name}")
 
 
 def imported(path: str, tokenizer: str, dtype: Any, rows: list[list[int]]) -> dict:

@@ -73,7 +73,7 @@ class Options:
         if not self.slots or min(*counts, self.repeats) < 1:
             raise UserError("all numbers must be at least 1")
         if self.requests % max(self.slots):
-            raise UserError("--requests must be a multiple of the most slots")
+            raise UserError("--requests must be a multiple of the largest --slots")
         if not all(0 < share < 1 for share in self.shares):
             raise UserError("--shares must be between 0 and 1")
 

@@ -68,7 +68,10 @@ class Options:
         if min(*sizes, self.slots, self.talk, self.repeats) < 1:
             raise UserError("all numbers must be at least 1")
         if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError("heads must cut the width into even parts")
+            raise UserError(
+                f"--heads must divide --width into even parts, got {self.heads} "
+                f"and {self.width}"
+            )
 
 
 def stacks(options: Options) -> dict[str, RatConfig]:

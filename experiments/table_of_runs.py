@@ -64,7 +64,9 @@ class Options:
     def __post_init__(self):
         for paper in self.plan:
             if paper not in TABLES:
-                raise UserError(f"--plan {paper}: choose from {', '.join(TABLES)}")
+                raise UserError(
+                    f"--plan must be one of {', '.join(TABLES)}, got {paper}"
+                )
 
 
 def table(paper: str) -> str:

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(Options, argv, prog="prefill_sweeps.py")
     loaded = load_run(options.run)
     if getattr(loaded.experiment.model.stack, "memory", None) is None:
-        raise UserError(f"{options.run} holds a model without a latent memory")
+        raise UserError(f"{options.run} has no latent memory: name a run that does")
     length = options.length or loaded.experiment.training.length
     dataset = open_dataset(loaded.experiment.data, tokenizer=loaded.tokenizer)
     loader = dataset.loader(

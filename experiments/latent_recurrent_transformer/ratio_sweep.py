@@ -68,7 +68,10 @@ class Options:
 
     def __post_init__(self):
         if not self.models or not self.ratios or min(self.ratios) < 1:
-            raise UserError("--models and --ratios name at least one, R at least 1")
+            raise UserError(
+                "--models and --ratios must name at least one each, and a ratio "
+                "must be at least 1"
+            )
         missing = set(self.ratios) - set(RATIOS)
         if missing and not self.small:
             raise UserError(

@@ -45,7 +45,9 @@ class Options:
 
     def __post_init__(self):
         if (self.narrativeqa, self.qmsum, self.wikisum) == (None, None, None):
-            raise UserError("name a set: --narrativeqa, --qmsum or --wikisum FILES")
+            raise UserError(
+                "name at least one set: --narrativeqa, --qmsum or --wikisum FILES"
+            )
 
 
 def prompt_of(kind: str, context: str, question: str) -> str:

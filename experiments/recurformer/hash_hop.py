@@ -84,11 +84,12 @@ class Options:
         if self.seeds < 1 or self.window < 1:
             raise UserError("--seeds and --window must be at least 1")
         if not 0 < self.further <= 1:
-            raise UserError(f"--further {self.further}: a share in (0, 1]")
+            raise UserError(f"--further must be a share in (0, 1], got {self.further}")
         unknown = [name for name in self.choices if name not in CHOICES]
         if unknown:
             raise UserError(
-                f"--choices {', '.join(unknown)}: there are {', '.join(CHOICES)}"
+                f"--choices must be among {', '.join(CHOICES)}, got "
+                f"{', '.join(unknown)}"
             )
 
 
@@ -209,8 +210,8 @@ def main(argv: list[str] | None = None) -> int:
     reached = scores["base"][0]["0"]
     if reached < ENOUGH and options.steps is None:
         raise UserError(
-            f"the base reaches {reached:.3f} and not {ENOUGH}: its heads allow no "
-            "conclusion; use another --base-seed"
+            f"the base reaches {reached:.3f} of {ENOUGH}, too little for its "
+            "heads to mean anything: use another --base-seed"
         )
     root = options.runs / stages[-1].name
     recency = _measured(trained, options.window)

@@ -115,7 +115,9 @@ def control_heads(options: Options, beta: float, scope: str) -> list[list[int]]:
     """
     files = sorted(options.runs.glob("start_heads_*/heads.json"))
     if not files:
-        raise UserError(f"--scopes {scope}: put heads before it, which measures them")
+        raise UserError(
+            f"--scopes {scope}: put heads before it, because heads measures them"
+        )
     measured = read_json(files[0], "the heads' recency")
     count = np.array(measured["ra_i"])
     if scope == "least":

@@ -246,7 +246,8 @@ def read_results(file: Path, experiments: dict[str, Experiment]) -> list[PairRun
     results = json.loads(file.read_text())
     if results["experiments"] != _settings(experiments):
         raise UserError(
-            f"{file} has runs of other settings: name another --directory or remove it"
+            f"{file} has runs with other settings: name another --directory or "
+            "remove it"
         )
     return [PairRun(**run) for run in results["runs"]]
 

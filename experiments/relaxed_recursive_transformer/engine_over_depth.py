@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(Options, argv, prog="engine_over_depth.py")
     # Before an hour of measurements that could not be kept.
     if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {options.json.parent} for --json")
+        raise UserError(f"--json: there is no directory {options.json.parent}")
     measured = list(rows(options))
     show(measured, Console(width=120))
     print(summary(measured))

@@ -85,7 +85,7 @@ class Options:
         unknown = [name for name in self.tasks if name not in TASKS]
         if unknown:
             raise UserError(
-                f"--tasks {', '.join(unknown)}: there are {', '.join(TASKS)}"
+                f"--tasks must be among {', '.join(TASKS)}, got {', '.join(unknown)}"
             )
         if min(*self.loops, self.steps, self.seeds) < 1 or self.width % 16:
             raise UserError(

@@ -75,7 +75,9 @@ class Options:
 
     def __post_init__(self):
         if self.samples < 1 or not self.full or not self.block:
-            raise UserError("--samples must be at least 1, --full and --block given")
+            raise UserError(
+                "--samples must be at least 1, and --full and --block are required"
+            )
 
 
 class PassTimes(NamedTuple):

@@ -146,7 +146,7 @@ def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
-            raise UserError(f"--cases: no case {name}; there are {', '.join(known)}")
+            raise UserError(f"--cases must be among {', '.join(known)}, got {name}")
     return [known[name] for name in names or known]
 
 

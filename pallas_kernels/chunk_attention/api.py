@@ -95,8 +95,8 @@ def _check(call: ChunkAttentionCall) -> None:
     dispatch.check_shapes("chunk_attention", shapes)
     if (documents is None) != (ends.documents is None):
         raise ValueError(
-            "chunk_attention: needs documents of positions and of chunk ends, or "
-            "neither, got one of them"
+            "chunk_attention: needs documents of positions and of chunk ends "
+            "together, got one of them"
         )
     if options.chunk < 1:
         raise ValueError(

@@ -192,7 +192,8 @@ def _check_rows(x: Array, cache: RecurrentCache, rows: Rows) -> None:
     check_shapes("recurrent_prefill", given)
     if rows.segments is not None and cache.slots:
         raise NotImplementedError(
-            "recurrent_prefill: segments are for the training cache (length 0) only"
+            "recurrent_prefill: segments work with the training cache (length "
+            "0) only: leave them out"
         )
 
 

@@ -88,6 +88,6 @@ def check_stages(weights: LayerWeights, schedule: str | None) -> None:
         )
     if layers % stages:
         raise ValueError(
-            "recurrent_prefill: needs a number of layers that the mesh's stages "
-            f"divide, got {layers} layers on {stages} stages"
+            "recurrent_prefill: the number of stages must divide the layers, "
+            f"got {layers} layers on {stages} stages"
         )

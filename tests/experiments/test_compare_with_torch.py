@@ -83,7 +83,7 @@ def test_the_authors_layer_is_timed_eager_and_compiled(
     names = [f"the authors' tiled layer, {how}" for how in ("eager", "compiled")]
     assert [row.split(" | ")[0][2:] for row in rows[:3]] == [*names, "ours"]
     assert rows[2].count("(1.00)") == 2
-    with pytest.raises(UserError, match="is no checkout .* it has no olmo"):
+    with pytest.raises(UserError, match="is not a checkout .* it has no olmo"):
         script.main([*words, str(tmp_path / "olmo")])
 
 
@@ -110,5 +110,5 @@ def test_a_step_is_compared_with_nanochat_s(
     answer_of.answer["parameters"] += 1
     with pytest.raises(UserError, match="eager's model has 13,859 parameters"):
         script.main([*words, str(tmp_path)])
-    with pytest.raises(UserError, match="is no checkout"):
+    with pytest.raises(UserError, match="is not a checkout"):
         script.main([*words, str(tmp_path / "nanochat")])

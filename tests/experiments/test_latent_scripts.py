@@ -138,5 +138,5 @@ def test_mistakes_are_told(script, tmp_path):
 @pytest.mark.slow
 def test_a_run_without_a_memory_is_told(script, tmp_path):
     run = saved(tmp_path / "plain", None)
-    with pytest.raises(UserError, match="without a latent memory"):
+    with pytest.raises(UserError, match="has no latent memory"):
         script("prefill_sweeps").main(["--run", run])

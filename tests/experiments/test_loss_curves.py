@@ -34,5 +34,5 @@ def test_several_runs_are_drawn_and_told_by_tokens(tmp_path, capsys):
     words = [runs[0], "--png", str(png), "--kind", "train", "--log"]
     assert loss_curves.main(words) == 0
     assert capsys.readouterr().out.splitlines()[2] == f"| a | {2 * each:,} | 3.0000 |"
-    with pytest.raises(UserError, match="no validation row has --metric exit_1"):
+    with pytest.raises(UserError, match="--metric exit_1: no validation row"):
         loss_curves.main([*runs, "--png", str(png), "--metric", "exit_1"])

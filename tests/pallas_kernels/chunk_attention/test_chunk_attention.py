@@ -292,7 +292,7 @@ def test_the_program_does_not_grow_with_the_sequence():
         ({"first": jnp.zeros(3, int)}, "needs first of shape"),
         ({"first": jnp.zeros(B)}, "needs integer first, got float32"),
         ({"q": jnp.zeros((0, 7, 2, E))}, "of 1 or more"),
-        ({"documents": jnp.zeros((B, 7), int)}, "or neither, got one of them"),
+        ({"documents": jnp.zeros((B, 7), int)}, "together, got one of them"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(change, message):

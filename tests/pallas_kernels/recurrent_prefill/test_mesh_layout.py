@@ -183,7 +183,7 @@ def test_prefill_and_steps_on_stages_are_those_of_one_device():
 @pytest.mark.parametrize(
     ("layers", "schedule", "message"),
     [
-        (3, "wavefront", "layers that the mesh's stages divide, got 3 layers on 2"),
+        (3, "wavefront", "must divide the layers, got 3 layers on 2"),
         (
             4,
             "prefix",
