@@ -47,17 +47,17 @@ recurjax bench --help lists the options."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench(RangeChecks):
-    """Times a variant's passes, or the trainer, on the first device.
+    """Times a variant, an op, the trainer or the data pipeline, on the first device.
 
     Attributes:
-      what: a variant, an op by backend (`recurrent_prefill`, `chunk_attention`,
-        `gated_scan`, `selective_scan`), `trainer` (the loop against the bare step, the
-        data pipeline), `data` (a mixture of five parts against one corpus), `generate`
-        (prefill and decode by the engine, of SmolLM2-135M's shape), or `machine` (what
-        its products and its memory reach, the limits of the others).
+      what: a variant; an op, timed by backend (`recurrent_prefill`, `chunk_attention`,
+        `gated_scan`, `selective_scan`); `trainer` (the loop compared with the bare
+        step, and the data pipeline); `data` (a mixture of five parts compared with one
+        corpus); `generate` (prefill and decode by the engine, of SmolLM2-135M's shape);
+        or `machine` (FLOP/s of products and memory bandwidth, which limit the others).
       json: also write the rows to this file.
-      large: the shapes of one accelerator; otherwise those of two CPU cores.
-      dtype: of activations and matrix products.
+      large: use shapes for one accelerator instead of two CPU cores.
+      dtype: dtype of activations and matrix products.
       repeats: timed calls of each program, after its warm-up.
     """
 

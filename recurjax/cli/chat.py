@@ -69,26 +69,30 @@ A line that ends in \\ goes on in the next one; // begins a text with a slash.""
 class ChatOptions(RangeChecks):
     """Talks with a trained model.
 
-    Sampling that is not given is the model's own, where it came with some.
+    Sampling options default to the model's generation_config.json, if it has one.
 
     Attributes:
       run: the run directory, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       system: the system prompt.
       template: a chat template for a run without one.
-      load: a talk to go on with, as /save writes it.
-      temperature: divides the logits; 0 is greedy: always the likeliest token.
-      top_k: draw from this many of the likeliest tokens.
-      top_p: draw from the fewest likeliest tokens with this much probability together.
-      min_p: draw from tokens with this share of the likeliest one's probability.
-      repetition_penalty: above 1, makes tokens less likely that were there before.
-      max_new_tokens: of an answer; None: what is left of the length.
-      length: tokens of the whole talk; None: 4096, or what the model has positions for.
-      states_gib: memory for the talk's state, so that a turn reads only what is new.
-      seed: None: another one each time.
-      step: the checkpoint of this training step; None: the newest.
-      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
-        int8-layers or int4-layers (tables as they are); None: as they are stored.
-      mesh: devices of the model.
+      load: continue a conversation that /save wrote to this file.
+      temperature: divides the logits; 0 is greedy (always the likeliest token).
+      top_k: sample from this many of the likeliest tokens.
+      top_p: sample from the fewest likeliest tokens whose probabilities sum to this.
+      min_p: sample from tokens with at least this share of the likeliest one's
+        probability.
+      repetition_penalty: above 1, makes tokens of the conversation less likely.
+      max_new_tokens: most tokens of an answer; None: until the conversation has
+        --length tokens.
+      length: most tokens of the conversation; None: 4096, or the model's learned
+        positions.
+      states_gib: GiB of memory for the conversation's state, so that a turn reads only
+        new tokens.
+      seed: seed of sampling; None: a new one each time.
+      step: training step of the checkpoint; None: the newest.
+      weights: dtype of the weights in memory: int8 or int4 (64 inputs share a scale;
+        tables in int8), int8-layers or int4-layers (tables unchanged); None: as stored.
+      mesh: devices that hold the model.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

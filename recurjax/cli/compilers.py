@@ -11,12 +11,12 @@ from recurjax.plan import compilers
 class CompilersOptions:
     """Fetches the TPU and CUDA compilers that go with this jax (2.2 GB on disk).
 
-    Nothing is fetched where they are already. `recurjax plan` looks in
+    Fetches nothing that is there already. `recurjax plan` looks in
     $RECURJAX_COMPILERS, in .compilers here, and in the user's cache.
 
     Attributes:
-      into: the folder; default: $RECURJAX_COMPILERS, else one in the user's cache.
-      constraint: a file of pins, as pip reads them.
+      into: the folder; default: $RECURJAX_COMPILERS, else a folder in the user's cache.
+      constraint: a file of version pins in pip's format.
     """
 
     into: Path | None = None

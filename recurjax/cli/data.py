@@ -61,15 +61,15 @@ class PrepareOptions(CorpusOptions):
     """Tokenizes a corpus into a directory of ArrayRecord shards with a manifest.
 
     Attributes:
-      out: the new directory, also of a bucket; it appears complete or not at all. The
-        same command continues a stopped preparation after its last full shard.
-      validation_fraction: the last share of the bytes, kept for validation.
-      shard_tokens: tokens in one file.
-      max_tokens: stops after the document that reaches this number; default: the full
-        corpus. The validation split is a share of what was taken.
+      out: the new directory, here or in a bucket, written atomically. The same command
+        continues a stopped preparation after its last full shard.
+      validation_fraction: share of the bytes, at the end, that is the validation split.
+      shard_tokens: tokens per file.
+      max_tokens: stop after the document that reaches this number; default: the full
+        corpus. The validation split is a share of the text up to there.
       workers: processes that tokenize; the result is the same for any number.
-      part: i/n, of several machines the i-th: tokenizes one of n stretches of the
-        corpus, for `recurjax data merge`.
+      part: i/n: tokenize the i-th of n parts of the corpus, one per machine, for
+        `recurjax data merge`.
     """
 
     out: Path
@@ -109,10 +109,10 @@ class PrepareOptions(CorpusOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeOptions:
-    """Joins parts to what one process would have written, byte for byte.
+    """Joins parts into the directory that one process would write, byte for byte.
 
     Attributes:
-      out: the new directory; it appears complete or not at all.
+      out: the new directory, written atomically.
       parts: the directories of all parts, in any order.
     """
 
@@ -122,12 +122,12 @@ class MergeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowOptions(RangeChecks):
-    """Prints rows of a prepared directory as text, with what separates documents.
+    """Prints rows of a prepared directory as text, with separators of documents.
 
     Attributes:
-      rows: how many.
-      first: the first of them, counted from 0; rows are stretches of `length` tokens.
-      length: tokens in a row.
+      rows: number of rows.
+      first: index of the first row, from 0; rows are stretches of `length` tokens.
+      length: tokens per row.
     """
 
     rows: PositiveInt = 3

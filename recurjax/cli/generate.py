@@ -60,47 +60,45 @@ recurjax generate --help lists the options."""
 class GenerateOptions(RangeChecks):
     """Continues prompts with a trained model.
 
-    Sampling that is not given is the model's own, where it came with some.
+    Sampling options default to the model's generation_config.json, if it has one.
 
     Attributes:
       run: the run directory, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
       adapter: NAME=RUN, a run of adapters of the model; with several, each prompt is
         continued with each of them.
       prompt: a text to continue; may be given several times.
-      prompts_file: further prompts, one a line; blank lines are skipped. In a .jsonl
-        file each line is a JSON string, which may have line breaks inside.
-      max_new_tokens: for each prompt.
-      temperature: divides the logits; 0 is greedy: always the likeliest token.
-      top_k: draw from this many of the likeliest tokens.
-      top_p: draw from the fewest likeliest tokens with this much probability together.
-      min_p: draw from tokens with this share of the likeliest one's probability.
-      repetition_penalty: above 1, makes tokens less likely that the prompt or the text
-        contains.
-      stop: ends a text before this string, backslash-n being a line break; may be given
-        several times.
-      bos: begin as at the start of a document, if the tokenizer has a token for that.
+      prompts_file: further prompts, one per line; blank lines are skipped. In a .jsonl
+        file each line is a JSON string, which may contain line breaks.
+      max_new_tokens: most new tokens per prompt.
+      temperature: divides the logits; 0 is greedy (always the likeliest token).
+      top_k: sample from this many of the likeliest tokens.
+      top_p: sample from the fewest likeliest tokens whose probabilities sum to this.
+      min_p: sample from tokens with at least this share of the likeliest one's
+        probability.
+      repetition_penalty: above 1, makes tokens of the prompt and the text less likely.
+      stop: end a text before this string, in which backslash-n is a line break; may be
+        given several times.
+      bos: put the tokenizer's BOS, if it has one, before each prompt.
       prefill: "exact", or "sweeps:4": a model with a latent memory reads the prompts in
-        4 parallel sweeps; the remaining error is printed.
-      slots: prompts of a file that are continued at once.
-      json_lines: write each prompt's text to this file as it ends; the same command
-        continues where an earlier one stopped.
-      exit: let tokens leave a recursive model early, by confidence:0.7, cosine:0.98 or
-        head:0.9: once the likeliest token leads by more than this, a loop changes the
-        state by less, or the exit head of the run is surer. A text then needs fewer
-        loops.
-      missing: how to fill the keys and values that such tokens lack: "propagate",
-        "skip", or "share" for a model with loop_cache "first"; or "verify": greedy
-        texts are the full model's, and early states only guess ahead. None: share where
-        the model does, else propagate.
-      loops: run a recursive model's block this often, less or more than it was trained
-        to.
+        4 parallel sweeps and prints the remaining error.
+      slots: prompts of a file that run at once.
+      json_lines: write each text to this file when it ends; the same command resumes a
+        killed one.
+      exit: let tokens leave a recursive model early, by confidence:0.7 (the likeliest
+        token leads by more than this), cosine:0.98 (a loop changes the state by less)
+        or head:0.9 (the run's exit head is surer).
+      missing: how to fill the keys and values that early exits lack: "propagate",
+        "skip", or "share" for a model with loop_cache "first"; "verify" checks each
+        early guess, so that greedy texts are the full model's. None: share if the model
+        does, else propagate.
+      loops: run a recursive model's block this many times; None: as in training.
       seed: the same seed gives the same texts.
-      stream: show a single prompt's text as it comes.
+      stream: print a single prompt's text while it is generated.
       json: print one JSON object with texts, tokens, finish reasons and timing.
-      step: the checkpoint of this training step; None: the newest.
-      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
-        int8-layers or int4-layers (tables as they are); None: as they are stored.
-      mesh: devices of the model; of several processes the first one writes.
+      step: training step of the checkpoint; None: the newest.
+      weights: dtype of the weights in memory: int8 or int4 (64 inputs share a scale;
+        tables in int8), int8-layers or int4-layers (tables unchanged); None: as stored.
+      mesh: devices that hold the model; the first of several processes writes.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

@@ -19,20 +19,20 @@ COMMANDS = {
     "generate": "continue prompts with a trained model",
     "chat": "talk with a trained model in the terminal",
     "serve": "answer OpenAI's clients with trained models",
-    "evaluate": "figures of texts and benchmarks: perplexity, CORE, the harness",
-    "push": "send a run's model with its card to the Hugging Face Hub",
+    "evaluate": "score a model: texts, benchmarks, CORE, lm-evaluation-harness",
+    "push": "send a run's model and its card to the Hugging Face Hub",
     "card": "print a run's model card",
-    "convert": "checkpoints in from Hugging Face and PyTorch, and out to them",
-    "plan": "compile for TPUs and GPUs that are not here: memory, bounds, cost",
-    "data": "prepare token shards (recurjax data prepare)",
-    "bench": "time a model's or an operation's passes",
+    "convert": "import and export Hugging Face and PyTorch checkpoints; surgery",
+    "plan": "compile for TPUs and GPUs without having them: memory, time, cost",
+    "data": "tokenize a corpus into shards; join, show and verify them",
+    "bench": "time a model, an op, the trainer or the data pipeline",
     "describe": "print a model's parameters, FLOPs and cache sizes",
     "runs": "list run directories with step, loss, age and size",
     "report": "write an HTML file that compares runs",
     "experiments": "list the experiments that come with recurjax",
     "new": "write an experiment into a file to edit",
     "compilers": "fetch the compilers that plan uses",
-    "doctor": "what is here, what works, and why the rest does not",
+    "doctor": "show versions, devices and backends, and why the others do not work",
 }
 
 _FOLDERS = {
@@ -214,13 +214,13 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _usage() -> str:
     lines = ["usage: recurjax COMMAND [ARGUMENTS]   (recurjax COMMAND --help)", ""]
     lines += [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
-    lines += ["", f"  {_DEBUG}    with any of them: tracebacks of recurjax' own errors"]
+    lines += ["", f"  {_DEBUG}    with any command: show tracebacks of unexpected errors"]
     lines += [
         "",
-        "train, generate, chat, serve and evaluate keep compiled programs in",
-        "$RECURJAX_CACHE, by default in the user's cache folder; --no-cache leaves it",
-        "out. They and bench set flags of XLA's that XLA_FLAGS does not name;",
-        f"{_OWN_FLAGS} leaves XLA_FLAGS as it is.",
+        "train, generate, chat, serve and evaluate cache compiled programs in",
+        "$RECURJAX_CACHE, by default in the user's cache folder; --no-cache turns that",
+        "off. They and bench add XLA flags that XLA_FLAGS does not set;",
+        f"{_OWN_FLAGS} leaves XLA_FLAGS unchanged.",
     ]
     return "\n".join(lines)
 

@@ -36,26 +36,26 @@ of the experiment can be replaced as for recurjax train: --training.batch 256.""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Compiles a program of an experiment for a topology and says what it needs.
+    """Compiles a program of an experiment for a topology and reports its needs.
 
     Attributes:
       topology: devices to plan for: v5e:16x16, v5p:4x4x4, v6e:2x2, h100:8, cpu, ...
-      mesh: like data=4,fsdp=64,tensor=1; one axis may be -1; None: the experiment's.
-      program: which of its programs; tick is one pass of a recursive model's block
-        over the slots of an engine whose tokens leave early.
-      rows: texts that prefill and decode run at once, or slots; None: 8 for each data
-        shard.
-      length: tokens of a prompt, of the cache that decode reads, or of a slot; None:
-        training's.
-      price: US$ a device-hour; None: the list price, where there is one.
-      json: also write everything to this file.
+      mesh: mesh axes, such as data=4,fsdp=64,tensor=1; one may be -1; None: the
+        experiment's.
+      program: program to compile; tick is one pass of a recursive model's block over
+        the slots of an engine with early exits.
+      rows: rows of prefill and decode, or slots of a tick; None: 8 per data shard.
+      length: tokens of a prompt, of the cache that decode reads, or of a slot; None: as
+        in training.
+      price: US$ per device-hour; None: the list price, if there is one.
+      json: also write all results to this file.
       plot: also draw a roofline into this PNG file.
       sweep: plan training for every mesh that divides, with every remat policy, and
-        show what nothing beats in memory and speed; --mesh is then not read.
-      batches: rows of a step that a sweep tries; None: the experiment's.
-      memory_limit: GiB a device that a sweep's result may take; None: all it has.
-      workers: compilations at a time in a sweep; None: one for each core.
-      cache: a folder of earlier results, found by the program's hash.
+        show the plans that no other beats in memory and speed; ignores --mesh.
+      batches: numbers of rows per step that a sweep tries; None: the experiment's.
+      memory_limit: GiB per device that a sweep's plans may take; None: all it has.
+      workers: compilations that a sweep runs at once; None: one per core.
+      cache: folder of earlier results, by the program's hash.
     """
 
     topology: str

@@ -49,41 +49,39 @@ recurjax serve --help lists the options."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions(RangeChecks):
-    """Answers OpenAI's clients with trained models.
+    """Serves trained models over OpenAI's API.
 
     Attributes:
       runs: run directories, or hf:OWNER/NAME[@REVISION] of the Hugging Face Hub; each
         is served under its folder's or repository's name.
       adapter: NAME=RUN, a run of adapters of the model, which requests name as
         MODEL:NAME; may be given several times.
-      host: the address to listen at; by default only this machine can connect.
-      port: the port there; 0: any that is free.
-      slots: requests that are continued at once; "auto": as many as memory holds.
-      length: tokens that a slot holds, prompt and answer together; None: what the run
-        trained at, at least 256; of an imported model 4096, or what it has positions
-        for.
-      queue: requests that may wait for a slot; further ones are refused.
-      prefill_tokens: of prompts, read at most between two looks at the others.
-      steps: tokens per slot between two checks for new requests.
-      states_gib: memory for states of conversations, so that a next turn reads only
-        what is new.
-      prefill: "exact", or "sweeps:4" of a model with a latent memory.
-      exit: let tokens leave a recursive model early, as in `generate`; a request's
-        text then needs fewer loops.
-      missing: how to fill the keys and values that such tokens lack, as in `generate`;
+      host: address to listen on; by default only this machine can connect.
+      port: port to listen on; 0: any free one.
+      slots: requests that run at once; "auto": as many as fit into memory.
+      length: tokens per slot, prompt and answer; None: the length that the run trained
+        at, at least 256; for an imported model 4096, or its learned positions.
+      queue: requests that may wait for a slot; the server refuses further ones.
+      prefill_tokens: most prompt tokens read between two decode calls.
+      steps: tokens per slot in one decode call, after which new requests can enter.
+      states_gib: GiB of memory for states of conversations, so that a turn reads only
+        new tokens.
+      prefill: "exact", or "sweeps:4" for a model with a latent memory.
+      exit: let tokens leave a recursive model early, as in `generate`.
+      missing: how to fill the keys and values that early exits lack, as in `generate`;
         "verify" keeps greedy texts exact.
-      top_logprobs: the most likely tokens that a request may get at each position.
+      top_logprobs: most log-probabilities per token that a request may ask for.
       echo_logprobs: also return probabilities of prompts, for completions with echo and
-        logprobs; takes a further slot's memory while it works.
-      api_key_file: a file with the key that requests must bring.
+        logprobs; takes the memory of one more slot.
+      api_key_file: a file with the key that requests must send.
       template: a chat template for runs without one.
       cors: origins of web pages that may connect, such as http://localhost:3000.
-      allowed_host: further names of this machine that clients may use; at 0.0.0.0 any
-        IP address is one.
-      grace: seconds that open requests have when the server is stopped.
-      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
-        int8-layers or int4-layers (tables as they are); None: as they are stored.
-      mesh: devices of each model.
+      allowed_host: further host names by which clients may call this machine; with
+        --host 0.0.0.0 any IP address is allowed.
+      grace: seconds that open requests have to finish when the server stops.
+      weights: dtype of the weights in memory: int8 or int4 (64 inputs share a scale;
+        tables in int8), int8-layers or int4-layers (tables unchanged); None: as stored.
+      mesh: devices that hold each model.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]

@@ -29,7 +29,7 @@ _USAGE = """usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--fi
 EXPERIMENT is a name that `recurjax experiments` lists, quickstart or
 rat:fineweb_4k_rat16, a .py file with a function config(), or FILE.py:NAME for a row of
 a file with a table RUNS (FILE.py alone lists the rows). Every field of its config can
-be replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (all of them:
+be replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (the full list:
 recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> by
 default; the same command resumes a run that was stopped.
 
@@ -37,9 +37,9 @@ default; the same command resumes a run that was stopped.
 (.gz too), quoted globs, a folder, one that `recurjax data prepare` wrote, or files of
 the Hugging Face hub such as 'hf://datasets/OWNER/NAME/**/*.parquet'. --tokenizer
 bpe:4096 (or bytes, a tokenizer.json, a folder with one) replaces the experiment's.
---field NAME has the text of a row, --separator TEXT cuts text files into documents,
+--field NAME names the text of a row, --separator TEXT splits text files into documents,
 --format and --split are those of `recurjax data prepare`. The model's vocabulary and
-the run's name follow; --name and --model.vocabulary say otherwise."""
+the run's name follow, unless --name and --model.vocabulary set them."""
 
 
 def run(argv: list[str]) -> int:

@@ -76,26 +76,26 @@ class _Checked(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromHf(_Checked):
-    """Makes a run directory of a Hugging Face model.
+    """Imports a Hugging Face model into a run directory.
 
     Families: Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, SmolLM3,
     OLMo-2, GPT-NeoX, GPT-2.
 
     Attributes:
       source: a directory with config.json and safetensors, a .gguf file, or
-        OWNER/NAME[@REVISION] of the Hugging Face Hub (hf:OWNER/NAME where a folder has
+        OWNER/NAME[@REVISION] of the Hugging Face Hub (hf:OWNER/NAME if a folder has
         that name).
-      out: the new run directory; it appears complete or not at all.
-      tokenizer: a tokenizer.json or its folder instead of the model's own.
-      ignore_key: keys of config.json that recurjax does not know and that do not change
-        the model.
-      dtype: of parameters and activations. float32 holds every checkpoint exactly, and
-        is what training starts from; bfloat16 takes half the memory; keep: bfloat16
-        where the checkpoint's matrices are, else float32.
-      check: compare with transformers, where it is installed; into parity.json.
-      torch_python: the interpreter that has torch and transformers; None: this one.
-      ids: a .npy file with token ids [B, T] to compare on.
-      tolerance: largest difference of logits, as a share of the largest one.
+      out: the new run directory, written atomically.
+      tokenizer: a tokenizer.json or its folder, in place of the model's own.
+      ignore_key: a key of config.json that recurjax does not know and that does not
+        change the model; may be given several times.
+      dtype: dtype of parameters and activations: float32 holds every checkpoint exactly
+        and suits training; bfloat16 takes half the memory; keep is bfloat16 if the
+        checkpoint's matrices are, else float32.
+      check: compare with transformers, if it is installed, and write parity.json.
+      torch_python: an interpreter with torch and transformers; None: this one.
+      ids: a .npy file with token ids [B, T] for the comparison.
+      tolerance: largest accepted difference of logits, as a share of the largest logit.
     """
 
     source: Annotated[Path, tyro.conf.Positional]
@@ -111,15 +111,15 @@ class ToTorch(_Checked):
 
     Attributes:
       run: the run directory.
-      out: the new directory; it appears complete or not at all.
-      format: torch: weights, config and a module file that needs torch, safetensors
-        and numpy only; hf: what transformers loads by itself, for models that one of
-        from-hf's families can be.
-      step: of the checkpoint; None: the newest.
-      check: compare both sides, where torch is installed; into parity.json.
-      torch_python: the interpreter that has torch; None: this one.
-      ids: a .npy file with token ids [B, T] to compare on.
-      tolerance: largest difference of logits, as a share of the largest one.
+      out: the new directory, written atomically.
+      format: torch: weights, config and a module file that needs only torch,
+        safetensors and numpy; hf: a checkpoint of transformers, for models of from-hf's
+        families.
+      step: training step of the checkpoint; None: the newest.
+      check: compare both sides, if torch is installed, and write parity.json.
+      torch_python: an interpreter with torch; None: this one.
+      ids: a .npy file with token ids [B, T] for the comparison.
+      tolerance: largest accepted difference of logits, as a share of the largest logit.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -130,15 +130,15 @@ class ToTorch(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromTorch(_Checked):
-    """Makes a run directory of what `to-torch` wrote, also after training there.
+    """Imports an export of `to-torch`, also after training in PyTorch.
 
     Attributes:
       source: the exported directory, or OWNER/NAME[@REVISION] of the Hugging Face Hub.
-      out: the new run directory; it appears complete or not at all.
-      check: compare both sides, where torch is installed; into parity.json.
-      torch_python: the interpreter that has torch; None: this one.
-      ids: a .npy file with token ids [B, T] to compare on.
-      tolerance: largest difference of logits, as a share of the largest one.
+      out: the new run directory, written atomically.
+      check: compare both sides, if torch is installed, and write parity.json.
+      torch_python: an interpreter with torch; None: this one.
+      ids: a .npy file with token ids [B, T] for the comparison.
+      tolerance: largest accepted difference of logits, as a share of the largest logit.
     """
 
     source: Annotated[Path, tyro.conf.Positional]
@@ -147,12 +147,12 @@ class FromTorch(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromAuthors:
-    """Makes a run directory of a checkpoint of a paper's authors (RT, RAT, LRT).
+    """Imports a checkpoint of a paper's authors (RT, RAT, LRT).
 
     Attributes:
-      source: a .safetensors file, a directory with some, or a file of torch.save.
-      out: the new run directory; it appears complete or not at all.
-      experiment: a Python file whose config() has the checkpoint's model.
+      source: a .safetensors file, a directory of them, or a torch.save file.
+      out: the new run directory, written atomically.
+      experiment: a Python file whose config() describes the checkpoint's model.
       tokenizer: a tokenizer.json or the folder of a tokenizer.
     """
 
@@ -164,12 +164,12 @@ class FromAuthors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merge(RangeChecks):
-    """Makes a run of one model from a run that trained adapters.
+    """Merges a run's adapters into their base model.
 
     Attributes:
-      run: the run directory, whose training.start_from still holds the base.
-      out: the new run directory; it appears complete or not at all.
-      step: of the checkpoint; None: the newest.
+      run: the run directory; its training.start_from must still hold the base model.
+      out: the new run directory, written atomically.
+      step: training step of the checkpoint; None: the newest.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -179,14 +179,14 @@ class Merge(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantize(RangeChecks):
-    """Makes a run whose weights are integers, for reading and for training adapters.
+    """Quantizes a run's weights, for inference and for training adapters.
 
     Attributes:
       run: the run directory.
-      out: the new run directory; it appears complete or not at all.
-      weights: int8, a scale for each output; int4, one for each 64 inputs, embeddings
-        and head in int8; with -layers, embeddings and head stay in float32.
-      step: of the checkpoint; None: the newest.
+      out: the new run directory, written atomically.
+      weights: int8: a scale per output; int4: a scale per 64 inputs, embeddings and
+        head in int8; with -layers embeddings and head stay in float32.
+      step: training step of the checkpoint; None: the newest.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -197,12 +197,12 @@ class Quantize(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromPeft:
-    """Makes a run of adapters of the files that PEFT saves.
+    """Imports adapters that PEFT saved into a run directory.
 
     Attributes:
       source: a folder with adapter_config.json and adapter_model.safetensors.
-      out: the new run directory; it appears complete or not at all.
-      base: the run directory of the model that they adapt.
+      out: the new run directory, written atomically.
+      base: the run directory of the model that the adapters belong to.
     """
 
     source: Annotated[Path, tyro.conf.Positional]
@@ -212,11 +212,11 @@ class FromPeft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToPeft:
-    """Writes a run's adapters as the files that PEFT loads.
+    """Exports a run's adapters to the files that PEFT loads.
 
     Attributes:
-      run: the run directory of adapters of one of from-hf's families.
-      out: the new directory; it appears complete or not at all.
+      run: the run directory of adapters; its base is of one of from-hf's families.
+      out: the new directory, written atomically.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

@@ -80,34 +80,35 @@ MOST_TEXTS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToRecurFormer:
-    """Replaces the heads that look at what came just before, and keeps the rest.
+    """Replaces heads that attend to recent tokens with Mamba, and keeps the rest.
 
     Writes a run directory with heads.json (each head's recency and what was chosen) and
     heads.png. Train on with --training.start-from.
 
     Attributes:
       run: a run or an imported directory with a Transformer.
-      out: the new run directory; it appears complete or not at all.
+      out: the new run directory, written atomically.
       beta: share of the heads to replace, from 0 to 1.
       scope: heads: the most recent of the full model; groups: complete groups of a key
-        head, which frees caches under grouped queries; layer: as many in each layer.
-      window: how far back counts as recent, as a share of the text's length.
-      threshold: a head is recent in a text where its ratio exceeds this.
-      samples: texts to measure on; None: until four looks in a row, one after every 16
-        texts, choose the same heads up to 1 % of them all, and 256 at most. The paper
-        has 1,024.
-      length: tokens of a text.
-      text: a UTF-8 file to cut them from.
-      heads: a JSON file with a list of heads for each layer instead, or a heads.json.
-      dt_rank, state, conv, expand: of Mamba.
-      seed: of its first weights.
-      start: plain: as Mamba's authors start it; fitted: each layer's Mamba then learns
-        on --text what the replaced heads made of the same values.
-      fit_samples: number of texts to fit on, from the first; a layer's values and
-        outputs of all of them are in memory at once.
-      fit_steps: of each layer, on four texts.
-      fit_rate: Adam's first rate there; it falls to 0.
-      step: of the checkpoint; None: the newest.
+        head, which shrinks caches under grouped queries; layer: equally many in each
+        layer.
+      window: distance that counts as recent, as a share of the text's length.
+      threshold: a head is recent in a text if its ratio exceeds this.
+      samples: texts to measure on; None: until four choices in a row, one after every
+        16 texts, agree up to 1 % of all heads, and at most 256. The paper has 1,024.
+      length: tokens per text.
+      text: a UTF-8 file that the texts are cut from.
+      heads: a JSON file with a list of heads per layer, or a heads.json, in place of
+        --beta.
+      dt_rank, state, conv, expand: sizes of Mamba.
+      seed: seed of Mamba's initial weights.
+      start: plain: Mamba's own initialization; fitted: each layer's Mamba then learns
+        on --text the outputs of the heads that it replaces.
+      fit_samples: number of texts to fit on, from the first one; memory holds a layer's
+        values and outputs of all of them.
+      fit_steps: steps per layer, on four texts each.
+      fit_rate: Adam's initial learning rate, which decays to 0.
+      step: training step of the checkpoint; None: the newest.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -408,34 +409,37 @@ RANKS = (0, 64, 128, 256, 512)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToRecursive(RangeChecks):
-    """Makes a Transformer recursive: one block, run several times.
+    """Converts a Transformer into a recursive model: one block that runs several times.
 
-    Writes a run directory with report.json and energy.png: for each matrix how far it
-    lay from the shared one, and how much of that its addition makes up for. Train on
+    Writes a run directory with report.json and energy.png, which show for each matrix
+    its distance from the shared one and the share that its addition recovers. Train on
     with --training.start-from.
 
     Attributes:
       run: a run or an imported directory with a Transformer.
-      out: the new run directory; it appears complete or not at all.
-      loops: how often the block runs; divides the layers.
-      init: which layers the block starts from: stepwise, average, lower, upper,
-        fixed_start, or random: none.
-      rank: of the additions at each depth; 0: none, so that all depths are the shared
-        block. Without this option the command says what each rank costs, and ends.
-      adapters: svd: the best of their rank; zero: they add nothing yet.
+      out: the new run directory, written atomically.
+      loops: how many times the block runs; must divide the layers.
+      init: layers that initialize the block: stepwise, average, lower, upper or
+        fixed_start; random: none.
+      rank: rank of the additions at each depth; 0: none, so that all depths are the
+        shared block. Without this option the command prints the cost of each rank and
+        ends.
+      adapters: svd: the best approximation of their rank; zero: additions that start at
+        zero.
       sharing: cycle, sequence or cycle_rev.
-      tie_norms: one loop's norms and biases serve all (the paper's).
-      loop_cache: own, or first: deeper loops read the first one's keys and values.
+      tie_norms: all loops share norms and biases, as in the paper.
+      loop_cache: own: keys and values per loop; first: deeper loops read those of the
+        first.
       fused_qkv: q, k and v share the first factor.
-      norms: how norms that the loops share start: average, choice (one layer's) or
-        zero; None: as the matrices do.
-      keep: evenly: where the loops do not divide the layers, first leave some out at
-        equal steps; all: refuse.
+      norms: initialization of shared norms: average, choice (one layer's) or zero;
+        None: as the matrices.
+      keep: if the loops do not divide the layers, evenly: first remove some at equal
+        distances; all: refuse.
       text: a UTF-8 file; report.json then has the loss on it before and after.
-      samples, length: how much of that text: rows, and tokens of each.
-      seed: of a random block, and of additions that start from nothing.
-      step: of the checkpoint; None: the newest.
-      mesh: devices of both models.
+      samples, length: rows of that text, and tokens per row.
+      seed: seed of a random block, and of additions that start at zero.
+      step: training step of the checkpoint; None: the newest.
+      mesh: devices that hold both models.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -533,13 +537,13 @@ def run_to_recursive(argv: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToTransformer(RangeChecks):
-    """Writes a recursive model out as an ordinary Transformer of all its layers.
+    """Converts a recursive model into an ordinary Transformer with all its layers.
 
     Attributes:
       run: the run directory of a recursive model.
-      out: the new run directory; it appears complete or not at all.
-      step: of the checkpoint; None: the newest.
-      mesh: devices of both models.
+      out: the new run directory, written atomically.
+      step: training step of the checkpoint; None: the newest.
+      mesh: devices that hold both models.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

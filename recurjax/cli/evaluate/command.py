@@ -74,13 +74,13 @@ _LISTED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateCore(OnMesh):
-    """Scores in-context learning: CORE, as nanochat does.
+    """Scores in-context learning with CORE, as nanochat does.
 
     Attributes:
       bundle: the folder of a CORE bundle as nanochat has it, a folder of prepared task
         files, or one of them.
-      limit: items of each task; None: all.
-      batch: rows at a time.
+      limit: items per task; None: all.
+      batch: rows per batch.
     """
 
     bundle: Annotated[Path, tyro.conf.Positional]
@@ -93,18 +93,17 @@ class EvaluateHarness(Benchmark):
     """Runs tasks of lm-evaluation-harness (pip install 'recurjax[harness]').
 
     Attributes:
-      tasks: names with commas between; those that begin with "offline_" need no
-        network.
-      fewshot: examples before an item; None: as the task says.
+      tasks: names of tasks, separated by commas; those that begin with "offline_" need
+        no network.
+      fewshot: examples before each item; None: the task's own number.
       include: a folder with further tasks.
-      length: tokens that a window of a long text has, or a prompt of the tasks
-        offline_niah_... and offline_longbench_... with its answer; None: as in
-        training.
-      limit: items of each task; None: all, of needles 500.
-      haystack: text files that the needles of offline_niah_... hide in; may be given
+      length: tokens of a window of a long text, or of a prompt of offline_niah_... and
+        offline_longbench_... with its answer; None: as in training.
+      limit: items per task; None: all (500 of the needles tasks).
+      haystack: a text file that hides the needles of offline_niah_...; may be given
         several times. None: the embedded text.
-      longbench: the folder of offline_longbench_...: `data` of LongBench's data.zip.
-      seed: of needles.
+      longbench: the folder `data` of LongBench's data.zip, for offline_longbench_...
+      seed: seed of the needles.
     """
 
     tasks: str

@@ -33,11 +33,10 @@ class Evaluation:
     Attributes:
       run: the run directory, also in a bucket (gs://, s3://), or
         hf:OWNER/NAME[@REVISION] of the Hugging Face Hub.
-      step: of the checkpoint; None: the newest.
-      loops: of a recursive model: score its first loops alone, or more than it was
-        trained with, which run its block again.
-      weights: hold them as int8, int4 (64 inputs share a scale; tables in int8),
-        int8-layers or int4-layers (tables as they are); None: as they are stored.
+      step: training step of the checkpoint; None: the newest.
+      loops: run a recursive model's block this many times; None: as in training.
+      weights: dtype of the weights in memory: int8 or int4 (64 inputs share a scale;
+        tables in int8), int8-layers or int4-layers (tables unchanged); None: as stored.
       json: also write the JSON to this file.
     """
 
@@ -63,7 +62,7 @@ class OnMesh(Evaluation):
     """What every kind takes that runs on several devices.
 
     Attributes:
-      mesh: devices that hold the model; of several processes the first one reports.
+      mesh: devices that hold the model; the first of several processes reports.
     """
 
     mesh: MeshConfig = MeshConfig(data=1)
@@ -78,8 +77,8 @@ class Benchmark(OnMesh):
     """What benchmarks of prompts take.
 
     Attributes:
-      batch: rows at a time.
-      limit: items of each task; None: all.
+      batch: rows per batch.
+      limit: items per task; None: all.
       bos: put the tokenizer's BOS, if it has one, before each prompt.
     """
 

@@ -41,15 +41,16 @@ from recurjax.training.run import LoadedRun
 class EvaluateTask(Benchmark):
     """Tests a model on a synthetic task.
 
-    A run that was trained on a task of this name is tested on its own, with its sizes
-    and seed; any other model on the one that the task's source describes.
+    A run trained on a task of this name is tested with its own sizes and seed; any
+    other model with those of the task's source.
 
     Attributes:
       task: mqar, hash_hop, copy, s3, s5, parity, mad_noisy_recall and MAD's others.
-      length: tokens a row, at least those of the task's rows; None: as many as these.
-      limit: rows of each setting of the task; None: all.
-      seed: of the rows, where the run has none of its own.
-      plot: draws the accuracies by pairs, length or place into this PNG file.
+      length: tokens per row, at least those of the task's rows; None: those of the
+        task.
+      limit: rows per setting of the task; None: all.
+      seed: seed of the rows, if the run does not set it.
+      plot: draw the accuracies by pairs, length or position into this PNG file.
     """
 
     task: Annotated[str, tyro.conf.Positional]

@@ -64,11 +64,11 @@ class OfText(Evaluation):
 
     Attributes:
       text: a text file; None: a split of the run's own data.
-      split: of the run's data.
-      length: tokens a row; each row starts without context. None: as in training.
-      batch: rows at a time.
-      tokens: reads the first batches that hold this many; None: all.
-      plot: draws the figures into this PNG file.
+      split: which split of the run's data.
+      length: tokens per row; each row starts without context. None: as in training.
+      batch: rows per batch.
+      tokens: read the first batches that hold this many tokens; None: all.
+      plot: draw the figures into this PNG file.
     """
 
     text: Path | None = None
@@ -89,10 +89,10 @@ class EvaluateText(OfText):
     """Scores a text with a trained model and prints JSON.
 
     Attributes:
-      positions: also the loss by position, one figure for this many positions; with
-        --length beyond that of training it shows how the model generalises. None: 64
-        where --plot draws them.
-      mesh: devices that hold the model; of several processes the first one reports.
+      positions: also report the loss by position, averaged over this many positions; a
+        --length beyond that of training shows how the model generalizes. None: 64 if
+        --plot is given.
+      mesh: devices that hold the model; the first of several processes reports.
     """
 
     positions: PositiveInt | None = None
@@ -105,19 +105,19 @@ class EvaluateText(OfText):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateExits(OfText):
-    """Scores what leaving a recursive model early costs, on one device.
+    """Scores early exits of a recursive model, on one device.
 
-    Each rule at several thresholds: loss, mean loops, agreement with the full model.
+    Reports loss, mean loops and agreement with the full model per rule and threshold.
 
     Attributes:
-      thresholds: of all rules in place of each one's own, from 0 to 1.
-      most_loss: nats a token; names the threshold of each rule with the fewest loops
-        that stays within it.
+      thresholds: thresholds of every rule, from 0 to 1, in place of each rule's own.
+      most_loss: largest loss in nats per token; prints each rule's threshold with the
+        fewest loops that stays within it.
       fit_head: first train an exit head on this many batches of the run's training
         text, and write it into the run as exit_head.npz.
-      trajectories: an .npz file that gets `exits` [rows, T]: after which loop each
-        token may leave at the earliest, 0 where there is none. Figure 8's simulation
-        reads it (experiments/relaxed_recursive_transformer/throughput.py).
+      trajectories: write an .npz file with `exits` [rows, T]: the earliest loop after
+        which each token may leave, 0 for none. Figure 8's simulation reads it
+        (experiments/relaxed_recursive_transformer/throughput.py).
     """
 
     trajectories: Path | None = None

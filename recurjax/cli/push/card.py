@@ -28,11 +28,11 @@ class CardOptions(RangeChecks):
 
     Attributes:
       run: the run directory.
-      license: of the weights, as the Hub names it: apache-2.0, mit, other, ...
-      repository: OWNER/NAME in the examples; None: OWNER and the run's name.
-      parity: parity.json of an export of this run, whose figures the card then has.
-      out: a file to write instead.
-      step: of the checkpoint; None: the newest.
+      license: license of the weights, as the Hub names it: apache-2.0, mit, other, ...
+      repository: repository in the card's examples; None: OWNER and the run's name.
+      parity: parity.json of an export of this run, whose figures go into the card.
+      out: write to this file instead of standard output.
+      step: training step of the checkpoint; None: the newest.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

@@ -27,15 +27,15 @@ class PushOptions(RangeChecks):
 
     Attributes:
       run: the run directory.
-      repository: OWNER/NAME; it is made where it does not exist.
-      license: of the weights, as the Hub names it: apache-2.0, mit, other, ...
-      private: make a new repository private.
-      revision: the branch; it is made where it does not exist.
-      dry_run: list what would be sent, and send nothing.
-      step: of the checkpoint; None: the newest.
-      check: compare the export with JAX, where torch is installed; the figures are on
-        the card, and a difference ends the command.
-      torch_python: the interpreter that has torch; None: this one.
+      repository: OWNER/NAME; created if it does not exist.
+      license: license of the weights, as the Hub names it: apache-2.0, mit, other, ...
+      private: create a new repository as private.
+      revision: the branch; created if it does not exist.
+      dry_run: list what would be sent and send nothing.
+      step: training step of the checkpoint; None: the newest.
+      check: compare the export with JAX, if torch is installed; the figures go into the
+        card, and a difference ends the command.
+      torch_python: an interpreter with torch; None: this one.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
