@@ -9,7 +9,7 @@ master's answers, made here by a rule: what he says is the same few phrases, so 
 few steps suffice to learn them. Loss counts on the assistant's tokens and the end of
 its turns; the template is the run's own. Prints each step's loss, which must fall, and
 in the end that of the conversations held out. `recurjax chat` then talks with the run
-in OUT/chat. A stopped call goes on with the same command.
+in OUT/chat. A stopped call continues with the same command.
 """
 
 import json

@@ -225,7 +225,7 @@ def _ask(side: Side, question: dict[str, Any], options: Options) -> dict[str, An
 
 
 def _compare(side: Side, answer: dict[str, Any], case: Case, shape: Shape) -> None:
-    """Takes out of an answer what is no time, and says or checks it."""
+    """Takes out of an answer what is not time, and says or checks it."""
     if case.parameters is None:
         apart = answer.pop("difference")
         print(f"{side.name}, T {shape['T']}: outputs apart by {apart:.1e}", flush=True)

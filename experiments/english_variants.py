@@ -7,7 +7,7 @@ LRT makes two passes over the tokens. Reproduces no table: it shows what the pap
 compare on text, at a scale for two CPU cores. english_text.py makes the text.
 
 Writes results.md and english.png, bits per byte over tokens and over time. A stopped
-set goes on with the same command.
+set continues with the same command.
 
     python experiments/english_variants.py english.txt --runs runs/english
 """

@@ -18,7 +18,7 @@ Steps:
 - `hopper`: the persistent kernel of `recurrent_transformer/hopper`, last: it can hang.
 
 Each step runs in processes of its own, which compile in parallel and take turns to
-measure. A process that passes its limit is killed and the others go on. Every row is
+measure. A process that passes its limit is killed and the others continue. Every row is
 appended to OUT/rows.jsonl when it is measured, so that nothing is lost when the machine
 goes. `--tiny` runs the same code on a CPU.
 """
@@ -555,7 +555,7 @@ def start(process: Process, options: argparse.Namespace) -> Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    # A dry run is no test of the machine's speed.
+    # A dry run is not a test of the machine's speed.
     seconds = float("inf") if options.tiny else process.seconds
     return Running(child, log, time.monotonic() + seconds, title)
 

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def greedy(model, ids, count: int) -> tuple[list[int], float]:
-    """Returns the new tokens, and tokens a second after the first."""
+    """Returns the new tokens, and tokens per second after the first."""
     cache, token, tokens, began = None, ids, [], 0.0
     for number in range(count):
         step = model(token, past_key_values=cache, use_cache=True)

@@ -6,7 +6,7 @@
 
 Prompts of 32 to 256 tokens of the embedded text, 64 new tokens each, in float32. Two
 tables in one run:
-  * tokens a second, prompts included, with 1, 4 and 8 slots: the engine; `generate`,
+  * tokens per second, prompts included, with 1, 4 and 8 slots: the engine; `generate`,
     one batch of as many rows after another; the engine over HTTP; and with an
     interpreter that has torch, transformers, accelerate and gguf, transformers' own
     `generate` on the same batches of the same file;

@@ -1,9 +1,9 @@
 """Writes the tables of experiments/README.md from the tables of runs.
 
-A row a run: what it reproduces, the figure expected, and what it costs: parameters and
-tokens, the FLOPs of training that the model itself counts, and the hours of one H100 at
-the bound of a plan, from planned_hours.json. Runs nothing; the count of parameters
-takes about half a minute.
+A row per run: what it reproduces, the figure expected, and what it costs: parameters
+and tokens, the FLOPs of training that the model itself counts, and the hours of one
+H100 at the bound of a plan, from planned_hours.json. Runs nothing; the count of
+parameters takes about half a minute.
 
     python experiments/table_of_runs.py
     python experiments/table_of_runs.py --plan rat recurrent_transformer
@@ -14,7 +14,7 @@ multiplies the least time that a step can take by its steps and devices. Runs of
 step are planned once: those that differ in their number of steps, schedule or start
 alone. `recurjax plan` says more of any one run, and a real one takes longer. Runs that
 read a prepared corpus are planned, a minute or two each on one core. Needs the
-compilers (`recurjax compilers`). A stopped command goes on after the last plan.
+compilers (`recurjax compilers`). A stopped command continues after the last plan.
 """
 
 import re

@@ -189,7 +189,7 @@ def norm(x, scale):
 def tiled(arrays: dict, question: dict) -> Answer:
     """The authors' tiled layer, from a checkout of their code on the module path.
 
-    It is no copy of anything of theirs: the layer is made by their class, from their
+    It is not a copy of anything of theirs: the layer is made by their class, from their
     configuration, with our weights put in.
     """
     x, y = arrays.pop("x"), arrays.pop("y")

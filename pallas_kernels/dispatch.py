@@ -34,7 +34,7 @@ Implementation = Literal["triton", "mosaic_tpu", "xla"]
 
 
 class Specs(NamedTuple):
-    """How arrays lie on a mesh that cuts a call: trees of PartitionSpecs.
+    """How arrays are sharded over a mesh that cuts a call: trees of PartitionSpecs.
 
     Attributes:
       call: the call with a spec in place of each array; one can stand for a tree.
@@ -54,8 +54,8 @@ class Op:
       name: as callers know it.
       backends: by name, in order of preference; the last, "xla", can do everything.
       find_cut: (call) -> how the mesh that is set cuts the call, or None.
-      specs: (cut, call, backend's name) -> how the parts lie on it. Backends may lay
-        their residuals out differently.
+      specs: (cut, call, backend's name) -> how the parts are sharded over it. Backends
+        may lay their residuals out differently.
       reads_outputs: whether `backward` reads the outputs too: its residuals are then
         (outputs, residuals).
       cuts_xla: whether the call is cut for "xla" too. The compiler cuts XLA's own
@@ -255,7 +255,7 @@ def _backward(choice: _Choice, saved: Any, cotangents: Any) -> tuple[Any]:
     call, residuals = saved
     gradients = choice.backward(call, residuals, cotangents)
     leaves, tree = jax.tree.flatten(call)
-    # One too many would give another array's gradient to those behind it.
+    # One too many would give another array's gradient to those after it.
     if len(gradients) != sum(map(_floats, leaves)):
         raise TypeError(
             f"{choice.op.name}: {choice.name} gave {len(gradients)} gradients for "

@@ -9,7 +9,7 @@ def next_power(n: int) -> int:
 def refusal_of_size(
     name: str, size: int, *, least: int = 1, most: int | None = None
 ) -> str | None:
-    """Returns why a block size is no power of two in a range, None when it is one."""
+    """Returns why a block size is not a power of two in a range, or None."""
     if size == next_power(size) and least <= size and (most is None or size <= most):
         return None
     beyond = "" if most is None else f" to {most}"

@@ -4,7 +4,7 @@ Code elsewhere does not compare platforms: it calls a function of this module th
 the property it depends on, such as `prefers_unrolled_decode`.
 
 Programs are made for jax's default device (`jax.default_device`), or this process's
-first one. While it traces, jax does not say on which device a program's arguments lie:
+first one. While it traces, jax does not say which device holds a program's arguments:
 to run one on the CPU of a machine with a GPU, set the default device to the CPU, or use
 `as_if`, as a plan does for devices that are not here. Both are part of the key of jit's
 caches, so that a program traced for one target never runs on another.
@@ -157,7 +157,7 @@ def transposes_stacked_caches() -> bool:
 
 
 def tiles_memory() -> bool:
-    """Returns whether arrays lie in tiles of their last two axes: on a TPU.
+    """Returns whether arrays are stored in tiles of their last two axes: on a TPU.
 
     The last axis is padded to a multiple of 128. A matrix with a narrow last axis, such
     as a head's width, is copied to another layout for every product.

@@ -1,4 +1,4 @@
-"""Products of a decode step that read an accelerator's weights where they lie.
+"""Products of a decode step that read an accelerator's weights in place.
 
 One token each of a few rows meets every weight once, so that a copy of a weight costs
 more than its product. XLA for GPUs makes such copies to save launches: it joins the
@@ -20,7 +20,7 @@ from pallas_kernels.mesh_cut import row_axes
 Array = jax.Array
 _ROWS = 8
 _LEAST_ROWS = {"gpu": 8, "tpu": 2}
-"""Rows from which XLA reads the weights where they lie, as compiled for an H100 and for
+"""Rows from which XLA reads the weights in place, as compiled for an H100 and for
 a v5e; fewer are multiplied as eight. A CPU multiplies them as they are."""
 
 
@@ -43,7 +43,7 @@ def with_more_rows(
       x: rows of a product, or of ids whose rows of a table it reads.
     """
     B = x.shape[0]
-    # Rows that lie on several devices would be sent about.
+    # Rows on several devices would be sent around.
     least = _LEAST_ROWS.get(target.current().platform, 0)
     if least <= B or row_axes(B):
         return product(x)

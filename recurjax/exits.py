@@ -51,13 +51,13 @@ class ExitHead(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExit:
-    """How tokens leave early.
+    """Settings of early exits.
 
     Attributes:
       rule: when.
       missing: what becomes of the keys and values that they then lack; "verify": they
-        go on through all loops while their successor starts from the exit's guess, and
-        greedy texts are the full model's. None: as the model was trained.
+        continue through all loops while their successor starts from the exit's guess,
+        and greedy texts are the full model's. None: as the model was trained.
       head: of the rule "head".
     """
 
@@ -70,7 +70,7 @@ def exits_of(model: Decoder) -> SupportsExits:
     """Returns the model's stack as one that tokens can leave early.
 
     Raises:
-      UserError: the model has no loops, or one with fewer loops is no model.
+      UserError: the model has no loops, or one with fewer loops is not a model.
     """
     stack = as_exits(model.stack)
     if stack is None:

@@ -57,7 +57,7 @@ class Stack(Protocol):
     """
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
-        """Makes an empty cache for `length` tokens a row; 0 keeps nothing."""
+        """Creates an empty cache for `length` tokens per row; 0 keeps nothing."""
         ...
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
@@ -83,7 +83,7 @@ class Stack(Protocol):
         ...
 
     def take(self, cache: Cache, rows: Int[Array, " N"]) -> Cache:
-        """Makes a cache of these rows of another one; a row may come several times."""
+        """Returns a cache of these rows of another one; a row may repeat."""
         ...
 
     def layer_states(
@@ -116,7 +116,7 @@ class SupportsExits(Stack, Protocol):
         ...
 
     def refuses_exits(self, missing: Missing) -> str | None:
-        """Says why tokens cannot leave early, or not with these keys and values."""
+        """Returns why tokens cannot leave early, or not with these keys and values."""
         ...
 
     def states(
@@ -207,7 +207,7 @@ class SupportsLatentMemory(Stack, Protocol):
         ...
 
     def refuses_prefill(self, by: str) -> str | None:
-        """Says why prompts cannot be read in a way, or None when they can."""
+        """Returns why prompts cannot be read in a way, or None when they can."""
         ...
 
 
@@ -318,7 +318,7 @@ class ModelConfig:
     def refuses_length(
         self, length: int, what: str, *, fix: str = "shorten it"
     ) -> str | None:
-        """Says why a sequence is too long for the learned positions, or None.
+        """Returns why a sequence is too long for the learned positions, or None.
 
         Args:
           length: of the sequence, in tokens.
@@ -347,7 +347,7 @@ class ModelConfig:
         return replace(self, vocabulary=vocabulary, stack=stack)
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token: the stack's count and 6 D V for the head."""
+        """Counts training FLOPs per token: the stack's count and 6 D V for the head."""
         # Two FLOPs a multiply-add, and the backward pass makes two products of each: 6.
         head = 6.0 * self.stack.width * self.padded_vocabulary
         return self.stack.flops_per_token(length) + head
@@ -389,7 +389,7 @@ class Decoder(nnx.Module):
     def init_cache(
         self, batch: int, length: int, dtype: DTypeLike | None = None
     ) -> Cache:
-        """Makes an empty cache.
+        """Creates an empty cache.
 
         Args:
           batch: B.
@@ -438,7 +438,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x), cache, aux
 
     def refuses_prefill(self, by: str) -> str | None:
-        """Says why prompts cannot be read in a way, or None when they can."""
+        """Returns why prompts cannot be read in a way, or None when they can."""
         if by == "exact":
             return None
         if (stack := as_latent_memory(self.stack)) is not None:
@@ -523,7 +523,7 @@ _quantize = jax.jit(quantize, static_argnames=("bits", "first", "inputs"))
 
 
 class ParameterCount(NamedTuple):
-    """How many numbers a model learns."""
+    """The number of parameters of a model."""
 
     total: int
     embedding: int
@@ -537,7 +537,7 @@ class ParameterCount(NamedTuple):
 @functools.cache
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts a model's parameters without making them."""
-    plain_config = replace(config, weight_dtype="float32")  # scales are no parameters
+    plain_config = replace(config, weight_dtype="float32")  # scales are not parameters
     model = jax.eval_shape(
         lambda key: Decoder(plain_config, rngs=nnx.Rngs(key)), jax.random.key(0)
     )

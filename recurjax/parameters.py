@@ -110,7 +110,8 @@ RULES: tuple[Rule, ...] = (
     _matrix(
         r"\badapters\.\d+\.(?:out|down)\.w_(expand)$", "rank -> D", P(None, "fsdp")
     ),
-    # Of the latent memory a local and a recurrent gate, of value embeddings one a head.
+    # Of the latent memory a local and a recurrent gate, of value embeddings one per
+    # head.
     _matrix(r"\bw_(mix)$", "D -> gate K", P("fsdp", None, "tensor")),
     _matrix(r"\bw_(value_gate)$", "D -> K", P(None, "tensor")),
     # Mamba, from a width M to channels I and back, by way of steps of rank R.
@@ -139,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     _vector(r"_norm\.bias$", "D", P(None), "bias"),
     # Weights of averages, one for each layer, lag or source.
     _vector(r"\b(history_scale|lag_logits|source_logits)$", "L", P(None), r"\1"),
-    # One number a layer.
+    # One number per layer.
     _vector(r"\b(residual_scale)$", "", P(), r"\1", "residual"),
     _vector(r"\b(input_scale)$", "", P(), r"\1", "input"),
     _vector(r"\b((?:attention|mlp|value|memory)_scale)$", "", P(), r"\1"),
@@ -197,7 +198,7 @@ def rule_of(name: str) -> Rule:
 
 
 def is_layer_matrix(name: str) -> bool:
-    """Says whether a parameter is a matrix of a layer that `linear` multiplies by.
+    """Returns whether a parameter is a matrix of a layer that `linear` multiplies by.
 
     RRT's own additions, and convolutions, are multiplied elsewhere.
     """

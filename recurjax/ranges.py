@@ -82,7 +82,7 @@ def check_ranges(config: Any) -> None:
 
     Floats are finite, also as float32. Integers are sizes, counts or ids below 2^31,
     unless their range ends higher. Tuples are looked into, other configs check
-    themselves, and None is no number.
+    themselves, and None is not a number.
 
     Raises:
       UserError: naming the class, the first field outside, its range and its value.

@@ -107,7 +107,7 @@ def model_in(directory: str) -> "ModelConfig | None":
 
 
 def experiments_folder() -> Path:
-    """Returns where the experiments of this version lie.
+    """Returns where the experiments of this version are.
 
     Raises:
       UserError: the package was installed without them.
@@ -173,7 +173,8 @@ def find_experiment(where: str | Path) -> tuple[Path, str | None]:
       UserError: it is neither a file nor a name of `shipped_experiments`.
     """
     path, row = _split(where)
-    # A path, even to a file that is missing, is no name: the error will say which file.
+    # A path, even to a file that is missing, is not a name: the error will say which
+    # file.
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path, row
     known = shipped_experiments()
@@ -198,9 +199,9 @@ def _makes_one(text: str) -> bool:
 
 
 def _split(where: str | Path) -> tuple[Path, str | None]:
-    """Takes the row's name from behind the file's."""
+    """Returns the row's name, which follows the file's."""
     path = Path(where)
-    # Only behind the last slash: a drive or a bucket has its colon in front.
+    # Only after the last slash: a drive or a bucket has its colon in front.
     file, colon, name = path.name.partition(":")
     return (path.with_name(file), name) if colon else (path, None)
 

@@ -3,7 +3,7 @@
 The paper's comparison in miniature, rows shakespeare_* of runs.py: the backbone, the
 backbone with twice the tokens (what a pass of refinement costs), LRT-shared,
 LRT-layerwise, and chunked training, on the embedded text. Expect a table of validation
-bits per byte, each position by its last pass; a stopped set goes on with the same
+bits per byte, each position by its last pass; a stopped set continues with the same
 command. The exact recurrence's figure of a run comes from `recurjax evaluate RUN`.
 
     python experiments/latent_recurrent_transformer/latent_shakespeare.py

@@ -42,7 +42,7 @@ class Options:
       run: a run directory of a model with a latent memory.
       sweeps: after the first pass, which has no memory.
       rows: of the validation split, each of the length of training.
-      length: tokens a row; None: as in training.
+      length: tokens per row; None: as in training.
     """
 
     run: Path = Path("runs/lrt_shakespeare/shared")

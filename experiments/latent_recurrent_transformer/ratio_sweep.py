@@ -3,14 +3,14 @@
     python experiments/latent_recurrent_transformer/ratio_sweep.py --depth 20
     python experiments/latent_recurrent_transformer/ratio_sweep.py --small
 
-Trains the backbone, LRT-shared and LRT-layerwise at every R (tokens a parameter) of the
-paper's Table 4, one after another, rows of runs.py; a stopped sweep goes on with the
-same command, and on a pod each row can be started by itself. Writes ratios.json,
-ratios.md and ratios.png next to the runs: bits a byte over the compute that a backbone
-would have had, R for the backbone and 2 R with a memory (two passes), and the paper's
-figures. `--core BUNDLE` adds Fig. 3's right half: CORE by zero memory, which is how the
-release reads its Table 5. `--small` does the same with the four layers of width 64 on
-the embedded text, for two CPU cores.
+Trains the backbone, LRT-shared and LRT-layerwise at every R (tokens per parameter) of
+the paper's Table 4, one after another, rows of runs.py; a stopped sweep continues with
+the same command, and on a pod each row can be started by itself. Writes ratios.json,
+ratios.md and ratios.png next to the runs: bits per byte over the compute that a
+backbone would have had, R for the backbone and 2 R with a memory (two passes), and the
+paper's figures. `--core BUNDLE` adds Fig. 3's right half: CORE by zero memory, which is
+how the release reads its Table 5. `--small` does the same with the four layers of width
+64 on the embedded text, for two CPU cores.
 """
 
 import json
@@ -43,18 +43,18 @@ PAPER_CORE = {
     "shared_24": "0.251 0.283 0.301 0.313 0.317 0.320",
     "layerwise_24": "0.254 0.285 0.303 0.315 0.319 0.322",
 }
-"""The paper's Table 5 over `RATIOS`; its bits a byte stand in runs.py."""
+"""The paper's Table 5 over `RATIOS`; its bits per byte stand in runs.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Trains models at budgets, and draws bits a byte over compute.
+    """Trains models at budgets, and draws bits per byte over compute.
 
     Attributes:
       runs: one run directory each, ratios.json, ratios.md, ratios.png.
       depth: layers of the paper's models.
       models: base, shared and layerwise, or fewer.
-      ratios: R, tokens a parameter. The paper trained R 120 for the backbone only.
+      ratios: R, tokens per parameter. The paper trained R 120 for the backbone only.
       small: four layers of width 64 on the embedded text instead.
       core: a CORE bundle, see `recurjax evaluate core`.
     """
@@ -85,7 +85,7 @@ class RatioPoint(NamedTuple):
 
     Attributes:
       model: base, shared or layerwise.
-      ratio: R, tokens a parameter.
+      ratio: R, tokens per parameter.
       compute: R times the passes of its objective.
       bits_per_byte: of the validation split; None: the run diverged.
       core: by zero memory; None: not requested.
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def markdown(points: list[RatioPoint]) -> str:
-    """Returns a row a model and R: its compute, its figures and the paper's."""
+    """Returns a row per model and R: its compute, its figures and the paper's."""
     heads = ("model", "R", "R of that compute without a memory")
     heads += ("bits a byte", "paper", "CORE", "paper")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -153,7 +153,7 @@ def markdown(points: list[RatioPoint]) -> str:
 
 
 def draw(points: list[RatioPoint], file: Path) -> None:
-    """Draws bits a byte (and CORE) over compute; the paper's figures are dashed."""
+    """Draws bits per byte (and CORE) over compute; the paper's figures are dashed."""
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
     columns = ["bits_per_byte"]

@@ -9,7 +9,7 @@ tokens:
         --corpus 'fineweb_edu/*.parquet' --format parquet --tokenizer nanochat-bpe:32768
     recurjax train experiments/latent_recurrent_transformer/runs.py:shared_20
 
-They train at R = 10 tokens a parameter, all parameters counted; a row that ends in _r40
+They train at R = 10 tokens per parameter, all counted; a row that ends in _r40
 at R = 40. Source: appendix A; the
 rest is the nanochat of January 2026. No step is skipped as a spike.
 
@@ -67,7 +67,7 @@ def _run(
       bits_per_byte: its figure there, BPB.
       stack: the backbone, with a memory or without.
       objective: None: interleaved with two subsets, or next-token without a memory.
-      ratio: R, tokens a parameter.
+      ratio: R, tokens per parameter.
     """
     default = NextToken() if stack.memory is None else Interleaved(subsets=2)
     make = partial(_nanochat, stack=stack, objective=objective or default, ratio=ratio)
@@ -140,7 +140,7 @@ def _small(
     *,
     times: int = 1,
 ) -> Run:
-    """Returns a small run: 2,048 bytes a step, `times` as many steps as the others."""
+    """Returns a small run: 2,048 bytes per step, `times` the others' steps."""
     expected = "bits a byte in recurjax/variants/latent_recurrent_transformer/README.md"
     make = partial(_tiny, memory=memory, objective=objective, times=times)
     return Run(make=make, reproduces=reproduces, expected=expected)
@@ -207,7 +207,7 @@ _TABLE_4 = {
 
 
 def _scaling() -> dict[str, Run]:
-    """Returns a row a model and R; R = 10, of all the ablations, is not in the name."""
+    """Returns a row per model and R; names leave out R = 10, that of all ablations."""
     rows = {}
     for model, (stack, figures) in _TABLE_4.items():
         for ratio, figure in zip(_RATIOS, figures.split(), strict=False):

@@ -210,7 +210,7 @@ SFT_SCORES: dict[int, dict[str, dict[str, float]]] = {
 
 
 def _sft(model: str, task: str, score: float, *, length: int) -> Run:
-    """Returns a 1.3B run that goes on with a task's answers at its T.
+    """Returns a 1.3B run that continues with a task's answers at its T.
 
     It reads data/sft/TASK/train.jsonl, which sft_sets.py writes. The authors choose the
     number of epochs by the test, 1 to 2 for answers and more for summaries: here it is
@@ -251,7 +251,7 @@ SMALL_STEPS = 400
 
 
 def _small(model: str, reproduces: str, *, length: int = 256) -> Run:
-    """Returns a small run: 2,048 bytes a step, the same for every stack."""
+    """Returns a small run: 2,048 bytes per step, the same for every stack."""
     expected = "bits a byte in recurjax/variants/rat/README.md"
     make = partial(_tiny, model=model, length=length)
     return Run(make=make, reproduces=reproduces, expected=expected)

@@ -1,10 +1,10 @@
 """Needles after fine-tuning: RAT's table 12, for any model.
 
 Makes 1,000 problems of each of RULER's eight kinds of needles with the run's own
-tokenizer, goes on with the run for one epoch of them (rate 1e-5, weight decay 0.01, 128
-rows a step, loss on the answers) and tests on others: the share of each problem's
-answers that stand between the commas of what is generated, RAT's score. Needs
-pip install 'recurjax[harness,ruler]'. The needles hide in the embedded text unless
+tokenizer, continues with the run for one epoch of them (rate 1e-5, weight decay 0.01,
+128 rows per step, loss on the answers) and tests on others: the share of each problem's
+answers that stand between the commas of what is generated, RAT's score. Needs pip
+install 'recurjax[harness,ruler]'. The needles hide in the embedded text unless
 --haystack says otherwise: RULER's essays are in no package, so models compare here and
 not with the paper. The same command resumes a call that was stopped.
 

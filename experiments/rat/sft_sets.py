@@ -61,7 +61,7 @@ def narrativeqa_summary(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def narrativeqa_full(row: Row) -> Iterator[tuple[str, str]]:
-    """Questions about the summary and the text behind it: Table 4's second setting."""
+    """Questions about the summary and the text after it: Table 4's second setting."""
     document = row["document"]
     return _narrativeqa(row, f"{document['summary']['text']}\n\n{document['text']}")
 

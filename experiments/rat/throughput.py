@@ -83,7 +83,7 @@ class ThroughputRow:
 
     Attributes:
       model: its name.
-      prompt, new: tokens a row.
+      prompt, new: tokens per row.
       batch: the largest that fits; 0: none does.
       cache_bytes: of one row.
       prefill_seconds, decode_seconds: of the full batch.
@@ -103,7 +103,7 @@ class ThroughputRow:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints a line a row and writes the JSON after each."""
+    """Measures, prints a line per row and writes the JSON after each."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="throughput.py")
     rows = []

@@ -3,7 +3,7 @@
 The columns cs_10k and cs_60k of table 4, from `cache_bytes`: keys and values in 16
 bits, Mamba's states in float32. Under grouped queries it depends on which heads go:
 `groups` replaces complete groups, `spread` as many heads of every group (the worst),
-and a measured one is in between. Runs in a second.
+and a measured choice is in between. Runs in a second.
 
     python experiments/recurformer/cache_table.py
 """

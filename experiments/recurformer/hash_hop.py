@@ -9,7 +9,7 @@ on by a quarter of all these steps (`--further`), once for each seed: of Mamba's
 of the rows, and of the heads that `random` draws. `recent` replaces the heads of
 highest RA-I, `groups` complete groups by their mean, `least` those of lowest RA-I: if
 RA-I chooses better than chance, recent scores above random and least. The score is the
-longest right beginning of the chain over its length. A stopped set goes on with the
+longest right beginning of the chain over its length. A stopped set continues with the
 same command.
 
     python experiments/recurformer/hash_hop.py --runs runs/recurformer_hash_hop
@@ -45,7 +45,7 @@ from recurjax.variants.recurformer import MambaConfig
 TABLE = Path(__file__).with_name("runs.py")
 CHOICES = ("recent", "groups", "random", "least")
 FIRST = ((1, 3, 1500, 64), (1, 8, 1000, 48))
-"""(hops, pairs, steps, rows a step) of the problems before the table's."""
+"""(hops, pairs, steps, rows per step) of the problems before the table's."""
 ENOUGH = 0.9
 """The score from which on a base follows chains."""
 QUARTER = 0.25

@@ -4,7 +4,7 @@ The paper's figure 7 for two CPU cores: rows small_mqar_* of runs.py, trained fr
 nothing on up to 16 pairs and tested on up to 128 in 512 tokens, beta the share of heads
 that are Mamba from the start. Expect accuracy as at beta 0 wherever some attention is
 left, and at beta 1 a fall beyond 16 pairs. Mamba's convolution may give a value the key
-before it; `--conv 1` takes that away. A stopped set goes on with the same command.
+before it; `--conv 1` takes that away. A stopped set continues with the same command.
 
     python experiments/recurformer/mqar.py --runs runs/recurformer_mqar
 """

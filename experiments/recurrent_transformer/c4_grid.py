@@ -4,8 +4,9 @@
 
 Trains six runs of a row of runs.py, one after another, and prints a table of validation
 losses; on a pod each can be started by itself, `recurjax train ...runs.py:NAME
---optimizer.learning-rate 1e-2 --optimizer.b2 0.99`. A stopped set goes on with the same
-command. Expect the row's figure at 3e-3. Source: appendix "C4 pretraining experiments".
+--optimizer.learning-rate 1e-2 --optimizer.b2 0.99`. A stopped set continues with the
+same command. Expect the row's figure at 3e-3. Source: appendix "C4 pretraining
+experiments".
 """
 
 import sys

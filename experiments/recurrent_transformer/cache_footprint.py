@@ -39,7 +39,7 @@ def bytes_a_token(model: ModelConfig) -> int:
 
 
 def table() -> str:
-    """Returns Markdown, a row a run."""
+    """Returns Markdown, a row per run."""
     runs = load_runs(TABLE)
     lines = [
         "| run | layers | width | bytes a token | share of 12 layers | paper |",

@@ -4,7 +4,7 @@ The paper's branches are scaled by 1/sqrt(L), and its output projections start l
 other weights; dividing them too counts the depth twice. Twelve layers of width 64 of
 the Transformer and of the Recurrent Transformer on the embedded text, each with both
 inits at three seeds: rows shakespeare_*_12* of runs.py. Nothing was tuned. Expect a
-table of validation bits per byte; a stopped set goes on with the same command.
+table of validation bits per byte; a stopped set continues with the same command.
 
     python experiments/recurrent_transformer/output_init.py
 """

@@ -3,9 +3,10 @@
 Reproduces no table of the paper; it asks at a size for two CPU cores what the C4 runs
 ask at 150M and 300M parameters. Each of the two models is trained at the same three
 learning rates, with three seeds each (of the init and of the order of the rows): 18
-runs of as many tokens, in at most 15 minutes on two idle cores. Expect a line a run and
-a table of validation bits per byte, also in `table.md`. A run that is done is not made
-again: after an interruption the same command goes on.
+runs of as many tokens, in at most 15 minutes on two idle cores. It prints a line per
+run and a table of validation bits per byte, also in `table.md`. A run that is done is
+not made
+again: after an interruption the same command continues.
 
     python experiments/recurrent_transformer/shakespeare_pair.py
 
@@ -197,7 +198,7 @@ def table(
     rates: tuple[float, ...],
     seeds: int,
 ) -> str:
-    """Makes the Markdown table: mean and spread (largest less smallest) over seeds.
+    """Returns the Markdown table: mean and spread (largest less smallest) over seeds.
 
     FLOPs and seconds are of one run; the seconds are the median of all its runs.
     """

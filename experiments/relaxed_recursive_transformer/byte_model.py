@@ -10,9 +10,9 @@ and with the paper's tied norms; the base itself trained on alike. The paper's t
 baselines start from nothing and have the same teacher and tokens: `random`, a recursive
 model, and `reduced`, an ordinary one of six layers. Expect Stepwise lowest of the bare
 inits and far below both baselines, singular values below zero, a lower loss with the
-teacher, and exits that cost little. Prints held-out nats a byte over tokens;
+teacher, and exits that cost little. Prints held-out nats per byte over tokens;
 `stepwise_exits` has exits.json and exits.png. A set that was stopped, by Ctrl-C or
---minutes, goes on with the same command; --cases says which part of the grid to do.
+--minutes, continues with the same command; --cases says which part of the grid to do.
 
     python experiments/relaxed_recursive_transformer/byte_model.py --text english.txt
     python experiments/relaxed_recursive_transformer/byte_model.py --text english.txt \

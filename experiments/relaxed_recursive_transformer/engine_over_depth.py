@@ -110,7 +110,7 @@ class Options(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedRow(BenchRow):
-    """A queue's time under one policy; tokens a second are the new ones.
+    """A queue's time under one policy; tokens per second are the new ones.
 
     Attributes:
       figures: step_ms: the queue's time over its steps, prompts and host included.
@@ -257,7 +257,7 @@ class QueuedRequest(NamedTuple):
 def draw_queue(
     shape: Mapping[str, int], text: np.ndarray, requests: int
 ) -> list[QueuedRequest]:
-    """Draws places of a text to go on from, and how far."""
+    """Draws places of a text to continue from, and how far."""
     draw = np.random.default_rng(0)
     T, queue = shape["T"], []
     for _ in range(requests):

@@ -4,8 +4,8 @@ No table of the paper. A recursive model of one layer, run four times, learns S3
 running products in rows of 16 and HashHop's chains of 2 among 4 pairs, plainly and with
 a number of loops that each step draws (`RandomLoops`, mean 4, at most 8). Then it reads
 rows twice as long with 1 to 8 loops. The question: does a model trained with 4 loops
-read better with 8? Prints the share of right tokens, three seeds. A stopped set goes on
-with the same command.
+read better with 8? Prints the share of right tokens, three seeds. A stopped set
+continues with the same command.
 
     python experiments/relaxed_recursive_transformer/more_loops.py
 """

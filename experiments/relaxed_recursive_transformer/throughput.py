@@ -13,13 +13,13 @@ off a text by the full model (`recurjax evaluate exits RUN --trajectories exits.
 The head, and keys and values of skipped loops, take no time, as in the paper: an upper
 bound. Times of a pass by rows are measured or planned (`recurjax plan RUN --program
 decode --rows N`), `--full` for all layers and `--block` for one loop; between two sizes
-they lie on a line.
+they are on a line.
 
     python experiments/relaxed_recursive_transformer/throughput.py exits.npz \
         --full 64:39.4 --block 74:19.6
 
 prints Gemma's figures on SlimPajama where exits.npz has 1.195 loops a token: 0.616 ms a
-token, 1,622 tokens a second, by full passes, and 0.265 ms a loop, 3,159, by depth.
+token, 1,622 tokens per second, by full passes, and 0.265 ms per loop, 3,159, by depth.
 """
 
 import heapq
@@ -42,7 +42,7 @@ from recurjax.run_table import load_experiment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Simulates the three ways and prints tokens a second.
+    """Simulates the three ways and prints tokens per second.
 
     Attributes:
       trajectories: the file of `evaluate exits --trajectories`.
@@ -126,7 +126,7 @@ def draw_queue(
     draw = np.random.default_rng(seed)
     rows = draw.integers(len(exits), size=samples)
     counts = (exits > 0).sum(1)
-    # Tokens of a row come first, in their order: what is 0 goes behind them.
+    # Tokens of a row come first, in their order: what is 0 goes after them.
     order = np.argsort(exits == 0, axis=1, kind="stable")
     exits = np.take_along_axis(exits, order, axis=1)
     lengths = counts[rows]

@@ -1,7 +1,7 @@
 """What the small sets share: conversions of one base, uptraining, and their table.
 
 Every conversion and every run resumes or is found done, so that a set that was stopped
-goes on with the same command.
+continues with the same command.
 """
 
 import os
@@ -34,12 +34,12 @@ from recurjax.variants.relaxed_recursive_transformer import (
 from recurjax.variants.transformer import TransformerConfig
 
 Losses = dict[str, float]
-"""Held-out nats a token by the tokens trained on."""
+"""Held-out nats per token by the tokens trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One way to go on from a base.
+    """One way to continue from a base.
 
     Attributes:
       name: of the run, and of its row in the table.
@@ -154,7 +154,7 @@ def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
 def stopped_after(minutes: float | None) -> Iterator[None]:
     """Ends the code inside after `minutes` minutes, as SIGTERM ends a training run.
 
-    A run saves first and goes on from there with the next command; a conversion or an
+    A run saves first and continues from there with the next command; a conversion or an
     evaluation appears complete or not at all, and is repeated.
     """
     if minutes is None:

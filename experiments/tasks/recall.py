@@ -4,15 +4,16 @@ Trains the rows of runs.py, task by mixer by seed, and tests each every `--every
 on its 256 rows. A run stops at the first test with 0.9 of the answers right, or once it
 has read `--tokens`. Each test is a line of rows.jsonl as soon as it is made; the table
 (tokens to 0.9 over the seeds) and one picture a task are drawn from these lines. The
-same command goes on where it was stopped: it reads the runs that have ended and makes
+same command continues where it was stopped: it reads the runs that have ended and makes
 one that was cut again.
 
     python experiments/tasks/recall.py --out runs/recall
     python experiments/tasks/recall.py --tasks mqar needles --mixers attention rt lrt \
         --seeds 1 --tokens 1e6
 
-One core trains 10,000 to 20,000 tokens a second (RT and LRT a third to a half of that),
-so that a seed of mqar and needles takes about half an hour, and all tasks a night.
+One core trains 10,000 to 20,000 tokens per second (RT and LRT a third to a half of
+that), so that a seed of mqar and needles takes about half an hour, and all tasks a
+night.
 """
 
 import json
@@ -97,7 +98,7 @@ class Line:
       rows_right: share of the rows whose answers are all right.
       loss: of the last training step.
       seconds: of training, without compilation and tests.
-      end: why the run ended here, "passed" or "budget"; None: it goes on.
+      end: why the run ended here, "passed" or "budget"; None: it continues.
     """
 
     task: str
@@ -189,7 +190,7 @@ def read_lines(file: Path) -> dict[Cell, list[Line]]:
 
 
 def has_ended(lines: Sequence[Line], *, tokens: int) -> bool:
-    """Tells whether a run has passed or read as many tokens."""
+    """Returns whether a run has passed or read as many tokens."""
     return bool(lines) and (
         lines[-1].end == "passed"
         or (lines[-1].end == "budget" and lines[-1].tokens >= tokens)
@@ -207,10 +208,10 @@ def floor_of(task: TaskConfig) -> float:
 
 
 def markdown(runs: dict[Cell, list[Line]], floors: dict[str, float]) -> str:
-    """Returns the table: a row a mixer, a column a task.
+    """Returns the table: a row per mixer, a column per task.
 
     A cell has the tokens to 0.9 of the seeds that reached it, in millions: the mean,
-    and the lowest and highest; behind it how many of the seeds did, where not all. If
+    and the lowest and highest; after it how many of the seeds did, where not all. If
     none did it has their accuracy at the end and the tokens read.
     """
     mixers = list(dict.fromkeys((cell.mixer, cell.rate) for cell in runs))
@@ -250,7 +251,7 @@ def _table_cell(ended: Sequence[Line]) -> str:
 def plot(
     runs: dict[Cell, list[Line]], task: str, png: Path, *, floor: float, seeds: int
 ) -> None:
-    """Draws accuracy over tokens: a color a mixer, a line a seed."""
+    """Draws accuracy over tokens: a color per mixer, a line per seed."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -7,7 +7,7 @@ RAT; the RNN has none. `recurformer_N` replaces N percent of the heads by Mamba.
 the same rows with Adam; LRT makes its two passes over them.
 
 Settings that can learn recall: embeddings as large as what a branch writes
-(`UNIT_VARIANCE`), an untied head, 64 rows a step, 50 steps of warm-up and a constant
+(`UNIT_VARIANCE`), an untied head, 64 rows per step, 50 steps of warm-up and a constant
 rate, so that a longer run begins like a shorter one.
 
     python experiments/tasks/recall.py

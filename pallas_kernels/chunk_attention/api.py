@@ -136,7 +136,7 @@ def find_cut(call: ChunkAttentionCall) -> Cut | None:
 
 
 def specs(cut: Cut, call: ChunkAttentionCall, backend: str) -> Specs:
-    """Returns how the call and the results of any backend lie on the mesh."""
+    """Returns how the call and any backend's results are sharded."""
     del backend
     by_row, heads = P(cut.by_row), P(cut.by_row, None, cut.columns)
     # Keys, values and the log-sum-exp have heads before positions.

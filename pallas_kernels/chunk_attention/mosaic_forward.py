@@ -116,7 +116,7 @@ def _forward_kernel(*refs, launch: Launch):
         at.largest[:] = above
         total = jnp.sum(p, axis=0, keepdims=True)
         at.normalizer[:] = at.normalizer[...] * shrink + total
-        # Beyond the array values may be anything, and 0 times infinity is no 0.
+        # Values beyond the array are undefined, and 0 times infinity is not 0.
         met = dot(real_ends(launch, v, j), p.astype(v.dtype), (0, 0))
         at.weighted[:] = at.weighted[...] * shrink + met
 

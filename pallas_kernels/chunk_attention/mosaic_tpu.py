@@ -22,7 +22,7 @@ from pallas_kernels.target import refusal_of_mosaic_tpu
 def supported(call: ChunkAttentionCall) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
     # One position is bound by reading the ends, which XLA reads out of a stack of
-    # layers where they lie; for a kernel it would copy the layer first.
+    # layers in place; for a kernel it would copy the layer first.
     reason = refusal_of_mosaic_tpu() or refusal_of_one_position(call.q)
     return reason or expressible(call)
 

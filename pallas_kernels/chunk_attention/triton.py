@@ -23,7 +23,7 @@ _WIDEST = 256
 def supported(call: ChunkAttentionCall) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
     # One position is bound by reading the ends, which XLA reads out of a stack of
-    # layers where they lie; for a kernel it would copy the layer first.
+    # layers in place; for a kernel it would copy the layer first.
     reason = refusal_of_triton() or refusal_of_one_position(call.q)
     return reason or expressible(call)
 

@@ -251,7 +251,7 @@ class _EndRefs(NamedTuple):
 
 # A program owns `backward_block_k` ends of one head. Their gradients stay in registers
 # while the positions that see any of them stream by once; positions from which all of
-# them are seen need no mask. Logits lie transposed, [ends, rows], so that no product
+# them are seen need no mask. Logits are transposed, [ends, rows], so that no product
 # has to turn them. Crossing memory: the ends and their gradients once, q, do and two
 # numbers a position once a program.
 def _end_kernel(*refs, launch: Launch):

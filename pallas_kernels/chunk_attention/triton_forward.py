@@ -120,7 +120,7 @@ def _forward_kernel(*refs, launch: Launch):
                 same = same_document(launch, at, documents, j * count, count)
                 seen = seen & same
             logits = jnp.where(seen, logits, HIDDEN)
-        # A larger maximum shrinks what was summed under the old one.
+        # A larger maximum rescales what was summed under the old one.
         above = jnp.maximum(largest, jnp.max(logits, axis=1))
         shrink = jnp.exp2(largest - above)
         p = jnp.exp2(logits - above[:, None])

@@ -212,7 +212,7 @@ def find_cut(call: GatedScanCall) -> Cut | None:
 
 
 def specs(cut: Cut, call: GatedScanCall, backend: str) -> Specs:
-    """Returns how the call and the results of any backend lie on the mesh."""
+    """Returns how the call and any backend's results are sharded."""
     del backend
     gate, D = call.gate, call.gate.shape[2]
     wide: Any = P(cut.by_row, None, cut.columns)

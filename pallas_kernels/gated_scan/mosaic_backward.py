@@ -143,7 +143,7 @@ class _Refs(NamedTuple):
     initial: tuple[Any, ...]  # float32 [1, D] each
     d_finals: tuple[Any, ...]  # float32 [1, D] each
     queries: tuple[Any, ...]  # [rows, W], where they read the last stream
-    d_logits: tuple[Any, ...]  # float32 [rows, 128], with queries: a head a lane
+    d_logits: tuple[Any, ...]  # float32 [rows, 128], with queries: a head per lane
     halos: tuple[Any, ...]  # [16, D] each, states before the block; none for chunks
     d_gate: Any  # out, [rows, D]: of the gate or its logits
     d_values: tuple[Any, ...]  # out, [rows, W] each

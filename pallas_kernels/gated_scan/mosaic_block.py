@@ -92,7 +92,7 @@ def row_in_block(launch: Launch, last: Array, block: Array) -> tuple[Array, Arra
 
 
 def sum_heads(launch: Launch, x: Array, group: Array) -> Array:
-    """Returns [rows, 128] with a head a lane: x [rows, 128] summed within each head."""
+    """Returns [rows, 128] with a head per lane: x [rows, 128] summed by head."""
     if launch.head % LANES:
         return _product(x, _heads(launch, group), contract=0)
     return jnp.where(_of_head(launch, x, group), jnp.sum(x, axis=1, keepdims=True), 0.0)

@@ -43,7 +43,7 @@ def run_forward(
     """Returns (states [B, T, D] of each stream, finals [B, D], logits or None).
 
     Of a stream that is read and not kept the states are those at the ends of chunks,
-    [B, 8 blocks, D]. Logits are [B, T, 128], a head a lane.
+    [B, 8 blocks, D]. Logits are [B, T, 128], a head per lane.
 
     Args:
       values: [B, T, W] each.
@@ -106,7 +106,7 @@ class _Refs(NamedTuple):
     queries: tuple[Any, ...]  # [rows, W], where they read the last stream
     states: tuple[Any, ...]  # out, [rows, D] each; or of its ends [8, D]
     finals: tuple[Any, ...]  # out, float32 [1, D] each
-    logits: tuple[Any, ...]  # out, float32 [rows, 128], with queries: a head a lane
+    logits: tuple[Any, ...]  # out, float32 [rows, 128], with queries: a head per lane
     e_rows: Any  # scratch, float32 [1, together, rows, 128]: some gates, with a sign
     value_rows: Any  # scratch, float32 [N, together, rows, 128]: of the values
     state_rows: Any  # scratch, float32 [N, together, rows, 128]: of the states
@@ -156,7 +156,7 @@ def _forward_kernel(*refs, launch: Launch):
                 keys = at.state_rows[len(launch.widths) - 1, i]
                 logits[:, :] += sum_heads(launch, q * keys, first + i)
 
-            # 3. The row's last own position may lie in any of its blocks.
+            # 3. The row's last own position may be in any of its blocks.
             @pl.when(here)
             def _(i=i, lanes=lanes):
                 for n, ref in enumerate(at.finals):

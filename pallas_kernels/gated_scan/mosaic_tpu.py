@@ -1,4 +1,4 @@
-"""TPU path: one kernel a pass, the state in VMEM from block to block."""
+"""TPU path: one kernel per pass, the state in VMEM from block to block."""
 
 from dataclasses import replace
 

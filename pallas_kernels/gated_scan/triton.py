@@ -144,7 +144,7 @@ def _cut(call: GatedScanCall) -> tuple[Launch, GateInputs]:
         logits=bias is not None,
         resets=0 if resets is None else len(resets),
         tiles=tiles,
-        # A chunk's end is what a stretch ends with; linked stretches are no chunks.
+        # A chunk's end is what a stretch ends with; linked stretches are not chunks.
         head=0 if tiles.linked else head,
         interpret=call.options.interpret,
     )

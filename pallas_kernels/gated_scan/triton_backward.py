@@ -171,7 +171,7 @@ def _backward_kernel(*refs, launch: Launch):
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
     initial = [program.read_row(ref) for ref in at.initial]
-    # Of a stream that is read the ends' gradient enters with the chunk.
+    # The ends' gradient of a stream that queries read enters with the chunk.
     whole = at.d_states[: launch.streams - launch.read]
 
     def turn(n, carry):

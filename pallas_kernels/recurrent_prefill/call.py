@@ -170,7 +170,7 @@ def source_width(length: int, width: int, spec: LayerSpec) -> int:
 def empty_cache(
     layers: int, batch: int, length: int, width: int, spec: LayerSpec
 ) -> RecurrentCache:
-    """Makes a cache of zeros at position 0 for `length` tokens a row, in spec.dtype.
+    """Creates a cache of zeros for `length` tokens per row, at position 0.
 
     Args:
       width: D of the layers.
@@ -250,7 +250,7 @@ class BlockSizes(GivenSizes):
 
 
 class Stages(NamedTuple):
-    """Devices that the layers lie on, and their mesh axis."""
+    """Devices that hold the layers, and their mesh axis."""
 
     count: int
     axis: str | None

@@ -214,7 +214,7 @@ def norm_and_rotate(
         return y
     cos, sin = rotary
     half = spec.rope_width // 2
-    # Channel i turns with channel i + half; those behind the rotated ones pass.
+    # Channel i turns with channel i + half; those after the rotated ones pass.
     a, b, rest = jnp.split(y, [half, 2 * half], axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 

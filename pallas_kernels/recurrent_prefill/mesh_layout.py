@@ -25,7 +25,7 @@ LAYER_AXIS = "stage"
 """The axis of the mesh that cuts the layers, where it has it: the cut's columns."""
 
 _ROWS_AXIS = {"triton": 1, "mosaic_tpu": 1, "xla": 2}
-"""Axis of the batch in each backend's residuals, behind the layers' axis 0."""
+"""Axis of the batch in each backend's residuals, after the layers' axis 0."""
 
 
 def find_cut(call: RecurrentPrefillCall) -> Cut | None:
@@ -39,11 +39,11 @@ def find_cut(call: RecurrentPrefillCall) -> Cut | None:
 
 
 def specs(cut: Cut, call: RecurrentPrefillCall, backend: str) -> Specs:
-    """Returns how the call and a backend's results lie on the mesh."""
+    """Returns how the call and a backend's results are sharded."""
     # Every stage holds all of x: the first one reads it. A stage's part of dx is zero
     # unless it is the first, and the frame adds the parts up.
     by_row, of_cache = P(cut.by_row), cache_specs(cut)
-    # Positions lie before the rows where a loop over tiles wrote them one by one.
+    # Positions come before the rows where a loop over tiles wrote them one by one.
     between = (None,) * (_ROWS_AXIS[backend] - 1)
     return Specs(
         call=call._replace(
@@ -55,7 +55,7 @@ def specs(cut: Cut, call: RecurrentPrefillCall, backend: str) -> Specs:
 
 
 def cache_specs(cut: Cut) -> RecurrentCache:
-    """Returns how a cache's arrays lie on the mesh."""
+    """Returns how a cache's arrays are sharded."""
     of_layers: Any = P(cut.columns, cut.by_row)
     by_row: Any = P(cut.by_row)
     return RecurrentCache(*(of_layers,) * 5, position=by_row, written=by_row)

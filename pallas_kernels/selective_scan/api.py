@@ -77,7 +77,7 @@ def selective_scan(
         dtype = jnp.promote_types(u.dtype, jnp.float32)
         initial = jnp.zeros((B, I, a.shape[1]), dtype)
     if lengths is not None:
-        # A step of 0 is no step, in every backend: none of them knows of lengths.
+        # A step of 0 is not a step, in every backend: none of them knows of lengths.
         real = jnp.arange(T) < lengths[:, None]
         dt = jnp.where(real[..., None], dt, 0 if dt_bias is None else _NO_STEP)
         starts = None if starts is None else starts & real
@@ -93,7 +93,7 @@ def find_cut(call: SelectiveScanCall) -> Cut | None:
 
 
 def specs(cut: Cut, call: SelectiveScanCall, backend: str) -> Specs:
-    """Returns how the call and the results of any backend lie on the mesh.
+    """Returns how the call and any backend's results are sharded.
 
     b and c are shared by the channels, a, skip and dt_bias by the rows: devices that
     share an array each make a part of its gradient, and the frame sums the parts.
@@ -115,7 +115,7 @@ def specs(cut: Cut, call: SelectiveScanCall, backend: str) -> Specs:
         initial=state,
         starts=None if call.starts is None else by_row,
     )
-    # The states that enter chunks lie as the loops read them: [B, chunks, N, I].
+    # The states that enter chunks have the loops' layout: [B, chunks, N, I].
     return Specs(
         of_call, SelectiveScanOutputs(wide, state), P(rows, None, None, channels)
     )

@@ -1,4 +1,4 @@
-"""TPU path: one kernel a pass; the state stays in VMEM from block to block.
+"""TPU path: one kernel per pass; the state stays in VMEM from block to block.
 
 Channels are along the lanes, a channel's N states along the sublanes. b and c come
 transposed, [B, N, T]: a position's weights are then a column that is rolled into the

@@ -1,1 +1,1 @@
-"""Timings anyone can repeat: one file of rows a variant."""
+"""Timings anyone can repeat: one file of rows per variant."""

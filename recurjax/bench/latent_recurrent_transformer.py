@@ -65,7 +65,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 
 
 def summary(rows: list[BenchRow]) -> str:
-    """Says what the memory costs, in training and in decoding."""
+    """Returns what the memory costs, in training and in decoding."""
     # The minimum of the repeats, here and in every summary: a busy machine only ever
     # adds time, so the least disturbed call is the one to compare.
     times = {row.name.removeprefix(f"{_NAME}/"): row.min_ms for row in rows}

@@ -159,7 +159,7 @@ class MixerLayer(nnx.Module):
 
 
 def _cache_bytes(row: BenchRow) -> str:
-    """Says how many bytes of cache each layer's token costs, states aside."""
+    """Returns how many bytes of cache each layer's token costs, states aside."""
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
     # Long enough that a layer's fixed state, such as a recurrent state or a window, is
     # negligible compared with its bytes per token.

@@ -54,7 +54,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 
     The decode of a scan is one position; that of a layer the last of S, and its shape
     also says what the layer keeps of S tokens (bytes), its parameters, and its training
-    FLOPs a token.
+    FLOPs per token.
     """
     yield from _scan_rows(large, dtype, repeats)
     layer = LARGE_LAYER if large else SMALL_LAYER
@@ -214,7 +214,7 @@ def _passes(
 ) -> Iterator[BenchRow]:
     arrays = jax.tree.map(jnp.asarray, _arrays(sizes, dtype))
 
-    # The states behind the output are not used: [0] leaves the last one out.
+    # The states after the output are not used: [0] leaves the last one out.
     @jax.jit
     def forward(arrays: dict[str, jax.Array]) -> Any:
         return scan(**arrays)[0]

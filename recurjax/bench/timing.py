@@ -43,7 +43,7 @@ class Case(Protocol):
 def row(
     name: str, shape: Mapping[str, int], dtype: str, times: list[float], *, tokens: int
 ) -> BenchRow:
-    """Makes a row from the seconds that each repeat took."""
+    """Returns a row from the seconds that each repeat took."""
     # Rates come from the median, what a user will see; comparisons from the minimum,
     # which a busy machine disturbs least.
     median = statistics.median(times)

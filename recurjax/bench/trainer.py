@@ -47,7 +47,7 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
 
 
 def summary(rows: list[BenchRow]) -> str:
-    """Says what the rows of this file mean, in two lines."""
+    """Returns what the rows of this file mean, in two lines."""
     times = {row.name: row for row in rows}
     loop = times["trainer/loop/train_step"]
     bare = times["trainer/bare/train_step"]
@@ -89,7 +89,7 @@ def _bare(experiment: Experiment, root: Path) -> float:
 
 
 def _pipeline(experiment: Experiment, root: Path) -> list[float]:
-    """Returns seconds a batch, from the loader to the devices, in five stretches."""
+    """Returns seconds per batch, from the loader to the devices, in five stretches."""
     session = Session(experiment, root)
     try:
         # The first batch starts the loader's threads and encodes the corpus.

@@ -65,7 +65,7 @@ def one_device_step(run: BenchedRun) -> Step:
 
 def random_batch(run: BenchedRun) -> Batch:
     """Draws rows of tokens; the next ones are their targets."""
-    # T + 1 tokens a row give T inputs and, one place further, their T targets.
+    # T + 1 tokens per row give T inputs and, one place further, their T targets.
     shape = (run.batch, run.length + 1)
     ids = jax.random.randint(jax.random.key(1), shape, 0, run.model.vocabulary)
     return Batch(ids[:, :-1], ids[:, 1:])

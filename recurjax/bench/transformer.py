@@ -75,7 +75,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 
 
 def summary(rows: list[BenchRow]) -> str:
-    """Says how much the cache saves."""
+    """Returns how much the cache saves."""
     times = {row.name: row.min_ms for row in rows}
     ratio = (
         times["transformer/rerun_prefix/decode"] / times["transformer/attention/decode"]
@@ -92,7 +92,7 @@ def _decoding(
     ids = jnp.ones((B, _PREFIX), jnp.int32)
 
     @jax.jit
-    # 64 places for the decoded tokens behind the prompt.
+    # 64 places for the decoded tokens after the prompt.
     def prefill(model: Decoder, ids: jax.Array) -> tuple[jax.Array, Cache]:
         x, cache = model.hidden(Tokens(ids), model.init_cache(B, _PREFIX + 64))
         return model.logits(x[:, -1]), cache

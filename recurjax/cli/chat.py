@@ -131,7 +131,7 @@ class Answered:
     held: int
 
     def sentence(self) -> str:
-        """Says it in a line."""
+        """Returns one line that describes it."""
         later = self.seconds - self.first
         speed = (self.tokens - 1) / later if later > 0 and self.tokens > 1 else 0.0
         return (
@@ -144,7 +144,7 @@ class Answered:
 class ChatSession:
     """Messages, and how they are answered.
 
-    Without a template the model is no chat: each text is continued by itself.
+    Without a template the model is not a chat: each text is continued by itself.
 
     Attributes:
       sampling: how tokens are chosen from now on.
@@ -200,7 +200,7 @@ class ChatSession:
         self.messages = self.messages[:1] if self.system is not None else []
 
     def ask(self, text: str, show: Callable[[str], None]) -> Answered:
-        """Answers a text, or continues it where the model is no chat.
+        """Answers a text, or continues it where the model is not a chat.
 
         Ctrl-C ends the answer, and what was said of it stays said.
 
@@ -345,7 +345,7 @@ def run(argv: list[str]) -> int:
     """Runs `recurjax chat ARGV` until the user ends it, and returns its exit code.
 
     Raises:
-      UserError: something the user can put right, said in one sentence.
+      UserError: a mistake that the user can correct.
     """
     if shows_usage(argv, USAGE, help=False):
         return 0
@@ -371,7 +371,7 @@ def run(argv: list[str]) -> int:
         slots=1,
         length=length,
         prefill_tokens=min(256, length),
-        # Few tokens a call: text flows, and Ctrl-C is heard soon.
+        # Few tokens per call: text flows, and Ctrl-C is heard soon.
         steps=2,
         states_gib=options.states_gib,
     )
@@ -440,7 +440,7 @@ class _Terminal:
             except KeyboardInterrupt:
                 if not self._typed:
                     raise
-                # What was typed so far is dropped; the talk goes on.
+                # What was typed so far is dropped; the talk continues.
                 parts = []
                 _tell("\n(/exit or Ctrl-D ends the talk)")
                 continue

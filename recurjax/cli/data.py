@@ -139,7 +139,7 @@ def run(args: list[str]) -> int:
     """Runs `recurjax data ARGS` and returns its exit code.
 
     Raises:
-      UserError: something the user can put right, said in one sentence.
+      UserError: a mistake that the user can correct.
     """
     commands: dict[str, Command] = {
         "prepare": run_prepare,
@@ -202,7 +202,7 @@ def _prepare(options: PrepareOptions, out: Path, folder: str) -> int:
         # A token of a byte-level tokenizer has at least one byte.
         used_bytes=options.max_tokens,
     )
-    # A name of --eos asks for it after each document, "none" for nothing there.
+    # --eos NAME puts this token after each document, "none" puts nothing.
     ends = None if options.eos is None else options.eos != NONE
     with shown_progress() as progress:
         manifest = prepare(

@@ -196,6 +196,6 @@ def _disk() -> Iterator[str]:
 
 
 def _credentials() -> Iterator[str]:
-    """Says which are set, never what they are."""
+    """Returns which credentials are set, without their values."""
     for name, purpose in _CREDENTIALS.items():
         yield f"{name} is {'set' if os.environ.get(name) else 'not set'} ({purpose})"

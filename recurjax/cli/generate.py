@@ -131,7 +131,7 @@ def run(argv: list[str]) -> int:
     """Runs `recurjax generate ARGV` and returns its exit code.
 
     Raises:
-      UserError: something the user can put right, said in one sentence.
+      UserError: a mistake that the user can correct.
     """
     if shows_usage(argv, USAGE, help=False):
         return 0
@@ -190,7 +190,7 @@ def run(argv: list[str]) -> int:
 
     # Decoding is bound by reading weights: they are held as they are multiplied.
     model = in_compute_dtype(model)
-    # A mesh of one device is no mesh: programs without it are simpler.
+    # A mesh of one device is not a mesh: programs without it are simpler.
     spread = mesh if mesh.size > 1 else None
     # A shell passes a backslash and an n, where a line break is meant.
     stop = [text.replace("\\n", "\n") for text in options.stop]
@@ -387,7 +387,7 @@ _LINE_FIELDS |= {"finish_reason": str, "settings": str}
 
 
 class _TextLines:
-    """Texts in a file of JSON lines, one a prompt, in the order in which they end.
+    """Texts in a file of JSON lines, one per prompt, in the order in which they end.
 
     A run that was killed continues where it stopped.
 

@@ -92,7 +92,7 @@ def _answer(argv: Sequence[str] | None) -> int:
     debug = _DEBUG in argv
     argv = [word for word in argv if word != _DEBUG]
     try:
-        # Names that are no UTF-8 fail far from here, in a file or a message.
+        # Names that are not UTF-8 fail far from here, in a file or a message.
         _check_text(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(_usage())
@@ -188,7 +188,7 @@ def _check_text(argv: Sequence[str]) -> None:
 
 
 def _unforeseen(error: Exception) -> str:
-    """Says what happened, where in the code, and what would help to mend it."""
+    """Returns what happened, where in the code, and what would help to mend it."""
     # The first frame is this file's own call of the command.
     frames = traceback.extract_tb(error.__traceback__)
     files = [(Path(frame.filename), frame.lineno) for frame in frames[1:]]
@@ -214,7 +214,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _usage() -> str:
     lines = ["usage: recurjax COMMAND [ARGUMENTS]   (recurjax COMMAND --help)", ""]
     lines += [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
-    lines += ["", f"  {_DEBUG}    with any command: show tracebacks of unexpected errors"]
+    lines += [
+        "",
+        f"  {_DEBUG}    with any command: show tracebacks of unexpected errors",
+    ]
     lines += [
         "",
         "train, generate, chat, serve and evaluate cache compiled programs in",

@@ -41,7 +41,7 @@ def shows_usage(argv: Sequence[str], usage: str, *, help: bool = True) -> bool:
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Runs a script's main and ends the process with the code that it returns.
 
-    What the user can put right is one sentence behind the script's name, and code 1.
+    A mistake of the user is one sentence after the script's name, and exit code 1.
     """
     try:
         sys.exit(main())
@@ -227,7 +227,7 @@ def _check_members(default: Any, argv: Sequence[str]) -> None:
 
 def _check_member(default: Any, option: str) -> None:
     value, union, path, lacking = default, (), "", ""
-    # Down the dotted name, as far as there are configs.
+    # Follow the dotted name through nested configs.
     for name in option[2:].replace("-", "_").split("."):
         if not dataclasses.is_dataclass(value):
             return
@@ -257,7 +257,7 @@ def _check_member(default: Any, option: str) -> None:
 
 
 def _instead(path: str) -> str:
-    """Tells what does it on the command line, where something does."""
+    """Returns what does it on the command line, where something does."""
     if path == "data.corpus":
         return "; --corpus FILES puts your own text in its place"
     if path == "data.tokenizer":

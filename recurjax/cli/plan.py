@@ -165,7 +165,7 @@ def parse_mesh(text: str) -> MeshConfig:
     """Reads data=4,fsdp=64; axes that are not named are 1, data what is left.
 
     Raises:
-      UserError: no such axis, or a size that is none.
+      UserError: an unknown axis, or an invalid size.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

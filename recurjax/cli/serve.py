@@ -112,7 +112,7 @@ def run(argv: list[str]) -> int:
     """Runs `recurjax serve ARGV` until it is stopped, and returns its exit code.
 
     Raises:
-      UserError: something the user can put right, said in one sentence.
+      UserError: a mistake that the user can correct.
     """
     if shows_usage(argv, USAGE, help=False):
         return 0

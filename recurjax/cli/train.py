@@ -152,7 +152,7 @@ def _train_in_bucket(experiment: Experiment, url: str) -> Any:
 
 
 def _take_runs(options: list[str]) -> tuple[str, list[str]]:
-    """Takes --runs DIR, which is no field of an experiment, out of the options."""
+    """Takes --runs DIR, which is not a field of an experiment, out of the options."""
     for at, word in enumerate(options):
         if word.startswith("--runs="):
             return word.removeprefix("--runs="), options[:at] + options[at + 1 :]

@@ -44,8 +44,8 @@ def from_authors(
       path: a .safetensors file, a directory with some, or a file of torch.save, which
         needs torch and is read with weights_only=True.
       config: the model that it holds.
-      mesh: where to lay the parameters out; None: on one device.
-      report: gets a sentence when weights are not finite.
+      mesh: devices that hold the parameters; None: one device.
+      report: called with a message if weights are not finite.
 
     Raises:
       UserError: another variant, a model that the authors' code cannot have, not such
@@ -218,7 +218,7 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
         _norm(table, f"{theirs}.seq_layer.input_norm", f"{ours}.mixer_norm", layer)
         if isinstance(pattern[place], AttentionMixerConfig):
             mixer += ".attention"
-            # The rows of their one matrix lie in the order v, q, k.
+            # The rows of their one matrix have the order v, q, k.
             rows = [f"{mixer}.w_{name}" for name in "vqk"]
         else:
             rows = [f"{mixer}.output_gate.w_full", f"{mixer}.w_v"]

@@ -107,10 +107,10 @@ PAPERS: dict[type, Paper] = {
 
 
 def check_license(license: str) -> None:
-    """Refuses what cannot be a licence's identifier on the Hub.
+    """Refuses a text that cannot be a license's identifier on the Hub.
 
     Raises:
-      UserError: it is no such word.
+      UserError: it is not such an identifier.
     """
     if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license) is None:
         raise UserError(
@@ -137,7 +137,7 @@ def model_card(
       parity: what parity.json of the export holds.
 
     Raises:
-      UserError: evaluations.jsonl is damaged, or the licence is no identifier.
+      UserError: evaluations.jsonl is damaged, or the licence is not an identifier.
     """
     check_license(license)
     directory = RunDirectory(root)

@@ -35,7 +35,7 @@ def from_hub(
     Args:
       name: of the repository, at a branch, a tag or a commit; of main without one.
       step: of the run's checkpoint; None: the newest.
-      report: gets a sentence for what a user should know.
+      report: called with messages for the user.
 
     Raises:
       UserError: see `imported_run`.
@@ -51,7 +51,7 @@ def imported_run(path: Path, *, report: Callable[[str], None] = print) -> Path:
     bit; any other is read as a Hugging Face checkpoint.
 
     Args:
-      report: gets a sentence for what a user should know.
+      report: called with messages for the user.
 
     Raises:
       UserError: the name is wrong, the Hub or its cache does not have the model, or
@@ -95,7 +95,7 @@ def fetched_checkpoint(path: Path, *, report: Callable[[str], None] = print) -> 
     Args:
       path: `hf:OWNER/NAME[@REVISION]`; or the same without `hf:`, where there is no
         such path on this machine. Any other path is returned unchanged.
-      report: gets a sentence where the Hub does not answer and its cache is used.
+      report: called with a message if the Hub does not answer and its cache is used.
 
     Raises:
       UserError: see `imported_run`.
@@ -132,7 +132,7 @@ def needed_files(repository: Repository, names: Collection[str]) -> list[str]:
 
 
 def _instead(names: Collection[str]) -> str:
-    """Says what a repository without safetensors has, and what to do."""
+    """Returns what a repository without safetensors has, and what to do."""
 
     def first(*patterns: str) -> str | None:
         matches = [n for p in patterns for n in fnmatch.filter(names, p)]

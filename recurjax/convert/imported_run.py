@@ -29,7 +29,7 @@ def new_experiment(out: Path, config: ModelConfig, *, length: int) -> Experiment
     """Returns the config of an imported model.
 
     Its data, optimizer and schedule are defaults that nothing was trained with: a run
-    that goes on from it names its own.
+    that continues from it names its own.
 
     Args:
       out: the run directory to be.
@@ -66,7 +66,7 @@ def write_run(
     """Writes a run directory whose one checkpoint holds the parameters and no more.
 
     Args:
-      out: where; it appears complete or not at all.
+      out: where; it is written atomically.
       model: the parameters; of adapters what is trained of the model.
       experiment: becomes config.json.
       tokenizer: becomes tokenizer/.

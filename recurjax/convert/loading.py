@@ -45,11 +45,11 @@ def load_model(
 
     Args:
       config: of the model.
-      pieces: where its parameters lie on disk.
+      pieces: where its parameters are on disk.
       source: the checkpoint.
-      mesh: where to lay the parameters out; None: on one device.
+      mesh: devices that hold the parameters; None: one device.
       ignored: see `check_tensors`.
-      report: gets a sentence when weights are not finite.
+      report: called with a message if weights are not finite.
 
     Raises:
       UserError: the checkpoint does not fit; the first few differences are named.
@@ -61,7 +61,7 @@ def load_model(
     abstract = jax.eval_shape(
         lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
     )
-    # Where each parameter will lie, so that a tensor goes there without a copy in
+    # Where each parameter will be, so that a tensor goes there without a copy in
     # between.
     places = jax.tree.leaves(shardings(abstract, mesh))
     paths, structure = jax.tree_util.tree_flatten_with_path(abstract)

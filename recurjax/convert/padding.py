@@ -11,17 +11,17 @@ from recurjax.types import Tokens
 def from_left_padding(
     ids: Int[np.ndarray, "B T"], mask: Int[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
 ) -> Tokens:
-    """Moves each row's tokens to the front; the pads behind them count for nothing.
+    """Moves each row's tokens to the front; the pads after them count for nothing.
 
     Args:
       ids: token ids with pads on the left.
       mask: 1 where a token is real, as `attention_mask`.
 
     Raises:
-      UserError: a row has pads between tokens or behind them, or no token.
+      UserError: a row has pads between tokens or after them, or no token.
     """
     real = np.asarray(mask) != 0
-    # A pad behind a real token: on the left there is none.
+    # A pad after a real token: on the left there is none.
     if np.any(real[:, :-1] & ~real[:, 1:]) or not real.any(axis=1).all():
         raise UserError(
             "from_left_padding: each row must be pads, then at least one token"

@@ -85,7 +85,7 @@ class Parity:
         }
 
     def sentence(self) -> str:
-        """Says it in a line."""
+        """Returns one line that describes it."""
         where = (
             ""
             if self.first_differing_layer is None
@@ -102,7 +102,7 @@ class Parity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NotMeasured:
-    """Why there is no comparison."""
+    """The reason why nothing was compared."""
 
     reason: str
     within_tolerance: bool = True
@@ -112,7 +112,7 @@ class NotMeasured:
         return {"measured": False, "reason": self.reason}
 
     def sentence(self) -> str:
-        """Says it in a line."""
+        """Returns one line that describes it."""
         return f"parity: not measured: {self.reason}"
 
 
@@ -187,7 +187,7 @@ def compare(
         first_differing_layer=off.index(True) if any(off) else None,
         layer_differences=tuple(layers),
         greedy_tokens=new_tokens,
-        # False behind the last, for the case that all agree.
+        # False after the last, for the case that all agree.
         greedy_agreement=int(np.argmin([*same, False])),
         tolerance=tolerance,
         texts=0 if tokenizer is None else len(TEXTS),
@@ -258,8 +258,8 @@ def _run(
             ) from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            # This interpreter without torch is no failure: there is nothing to compare
-            # with.
+            # This interpreter without torch is not a failure: there is nothing to
+            # compare with.
             missing = last.startswith("ModuleNotFoundError: ")
             if missing and python is None:
                 return NotMeasured(reason=last.removeprefix("ModuleNotFoundError: "))

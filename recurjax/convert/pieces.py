@@ -76,7 +76,7 @@ class PieceTable:
     def same(self, tensor: str, parameter: str, layer: Layer = None) -> None:
         """Adds a parameter that is an entire tensor, in the layout of its role.
 
-        A matrix lies [out, in]; a table keeps its rows, and what a row holds is one
+        A matrix is [out, in]; a table keeps its rows, and what a row holds is one
         axis; a vector is flat. Parameters that the model lacks are left.
         """
         # Models of one table differ in what they have: biases, gates, norms.
@@ -134,10 +134,10 @@ class PieceTable:
         *,
         inputs_first: bool = False,
     ) -> None:
-        """Adds matrices or biases that lie one after another in a tensor's rows.
+        """Adds matrices or biases that follow each other in a tensor's rows.
 
         Args:
-          inputs_first: matrices lie [in, out], one after another in its columns.
+          inputs_first: matrices are [in, out], one after another in its columns.
         """
         names = [name for name in parameters if self.has(name)]
         if not names:

@@ -57,7 +57,7 @@ def push(
       dry_run: write everything aside, and send nothing.
       step: of the checkpoint; None: the newest.
       check, python: see `to_torch`.
-      report: gets a sentence for what a user should know.
+      report: called with messages for the user.
 
     Raises:
       UserError: the run or the licence is wrong, PyTorch differs, or the Hub does not

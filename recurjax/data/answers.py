@@ -109,7 +109,7 @@ class AnswersDataset(RowsOfText):
         seed: int | None = None,
         in_order: bool | None = None,
     ) -> RowLoader:
-        """Makes batches of `batch` rows of `length` places.
+        """Returns batches of `batch` rows of `length` places.
 
         Those for training are endless: every row once an epoch, in another order each.
         Which examples share a packed row stays as it is. Those in order are one pass,
@@ -262,7 +262,7 @@ def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
 def _talk(turns: Sequence[Turn], ids: Sequence[Ids]) -> Example:
     scored, parts = [], iter(ids)
     for turn in turns:
-        # A turn ends with its last special token; line breaks behind it are read, for
+        # A turn ends with its last special token; line breaks after it are read, for
         # the model never samples them: generation has stopped by then.
         ends = [n for n, part in enumerate(turn.parts) if isinstance(part, int)]
         last = ends[-1] if ends else len(turn.parts)

@@ -52,7 +52,7 @@ class TextFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonLines:
-    """Files with one JSON object a line (`.gz` too); `field` holds the text."""
+    """Files with one JSON object per line (`.gz` too); `field` holds the text."""
 
     patterns: tuple[str, ...]
     field: str = "text"
@@ -195,7 +195,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptAnswer:
-    """Prompts with answers, a JSON object a line (`.gz` too): the answers are learned.
+    """Prompts with answers, one JSON object per line (`.gz` too); loss on the answers.
 
     Loss counts on the answer's tokens and on the EOS that ends it. An example that is
     longer than a row loses the middle of its prompt, so that its beginning and its end

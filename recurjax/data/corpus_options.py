@@ -230,7 +230,7 @@ def _unfolded(word: str, format: Format) -> tuple[str, ...]:
             "another folder or --format"
         )
     root = word.rstrip("/")
-    # A bracket in a folder's own name is no glob.
+    # A bracket in a folder's own name is not a glob.
     root = root if "://" in root else glob.escape(root)
     return tuple(f"{root}/**/*{end}" for end in sorted(ends))
 

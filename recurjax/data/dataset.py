@@ -109,7 +109,7 @@ class Dataset(RowsOfText):
         seed: int | None = None,
         in_order: bool | None = None,
     ) -> Loader:
-        """Makes batches of `batch` rows of `length` tokens.
+        """Returns batches of `batch` rows of `length` tokens.
 
         Those for training are endless and shuffled, those in order are one pass, with
         the last batch filled up with places whose target is IGNORED. Both are packed as
@@ -210,7 +210,7 @@ class MixtureDataset(RowsOfText):
         seed: int | None = None,
         in_order: bool | None = None,
     ) -> Loader | ChainedLoader:
-        """Makes batches of `batch` rows, each row of one part.
+        """Returns batches of `batch` rows, each row of one part.
 
         Row n of the mixture is the next row of the part whose turn it is, and that
         part's rows are those that it would give alone, in the same order. In order
@@ -254,7 +254,7 @@ AnyDataset = Dataset | MixtureDataset | AnswersDataset | TaskDataset
 
 
 def lossy_note(dataset: AnyDataset) -> str | None:
-    """Says that a tokenizer's tokens are not the text's bytes; None: they are."""
+    """Returns a message if a tokenizer's tokens are not the text's bytes, or None."""
     texts = dataset.parts.values() if isinstance(dataset, MixtureDataset) else [dataset]
     scales = [text.text_scale for text in texts if isinstance(text, Dataset)]
     if all(scale == 1.0 for scale in scales):

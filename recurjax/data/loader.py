@@ -42,7 +42,7 @@ class RowsOfText:
         return self.tokenizer.token_bytes
 
     def evaluation_length(self, length: int) -> int:
-        """Returns the places of a row in evaluations: as in training."""
+        """Returns the length of a row in evaluations: as in training."""
         return length
 
     def labels(self, split: str, *, batch: int) -> None:

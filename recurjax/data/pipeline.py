@@ -107,7 +107,7 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         return {"row": self._row, "parts": [plan.get_state() for plan in self._plans]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        # Older versions saved of a single corpus its plan, in which row does not count.
+        # For a single corpus older versions saved only its plan, which has no row.
         self._row = int(state.get("row", 0))
         for plan, saved in zip(self._plans, state.get("parts", [state]), strict=True):
             plan.set_state(saved)

@@ -33,7 +33,7 @@ class Shares:
           changes: (first row, weights from there on), ascending; the first at row 0.
 
         Raises:
-          UserError: weights that are no multiples of a LONGEST-th of their sum.
+          UserError: weights that are not multiples of a LONGEST-th of their sum.
         """
         self._firsts = [row for row, _ in changes]
         self._cycles = [_Cycle(weights) for _, weights in changes]
@@ -80,7 +80,7 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
     Raises:
       UserError: they sum to more than LONGEST.
     """
-    # By the decimal digits: 0.1 as a float is no tenth.
+    # By the decimal digits: 0.1 as a float is not a tenth.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     parts = [int(weight * scale) for weight in exact]

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 LARGEST_TABLE = 1 << 22
 """Rows whose permutation is drawn as a table: at most 16 MB, in a second an epoch.
 
-Grain's cipher needs no table and takes 5 us a row, where a table takes 0.3.
+Grain's cipher needs no table and takes 5 us per row, where a table takes 0.3.
 """
 
 

@@ -169,7 +169,7 @@ class MemoryStream:
 
     def __init__(self, documents: Sequence[Int[np.ndarray, " _"]], *, vocabulary: int):
         dtype = token_dtype(vocabulary)
-        # 16 bits a token where the vocabulary allows: half the memory of int32.
+        # 16 bits per token where the vocabulary allows: half the memory of int32.
         self._ids = np.concatenate([ids.astype(dtype) for ids in documents])
         lengths = [len(ids) for ids in documents]
         self.starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
@@ -228,7 +228,7 @@ def validation_start(
     """Finds the token at which the last `fraction` of the corpus' bytes begins.
 
     The place is given in bytes so that tokenizers share it, to within a token; it may
-    lie inside a document.
+    be inside a document.
 
     Args:
       stream: the entire corpus.

@@ -271,7 +271,7 @@ def plot_by_slice(
             axes.axvline(trained, color="gray", linestyle=":", label="training")
         axes.set_xlabel(kind)
         axes.set_ylabel("accuracy")
-        # The same scale in every field, and room for curves that lie on 0 or 1.
+        # The same scale in every field, and room for curves at 0 or 1.
         axes.set_ylim(-0.02, 1.02)
         axes.legend(fontsize=8)
     write_figure(figure, png)

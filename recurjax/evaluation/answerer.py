@@ -20,7 +20,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 class Question(NamedTuple):
-    """A prompt, and how far the model goes on after it.
+    """A prompt, and how far the model continues after it.
 
     Attributes:
       prompt: token ids, at least one.

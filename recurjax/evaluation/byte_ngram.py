@@ -4,7 +4,7 @@ import numpy as np
 
 
 def ngram_bits_per_byte(train: bytes, test: bytes, *, order: int) -> float:
-    """Trains on one text and returns the cross-entropy of another, in bits a byte.
+    """Trains on one text and returns the cross-entropy of another, in bits per byte.
 
     p_n(b | c) = (count(c b) + kinds(c) p_{n-1}(b | c')) / (count(c) + kinds(c)), where
     c is the context of n bytes, c' the same less its oldest, kinds(c) the number of

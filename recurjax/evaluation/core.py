@@ -1,7 +1,7 @@
 """CORE: in-context learning over many tasks, scored as nanochat does (DCLM's suite).
 
-`read_tasks` reads nanochat's bundle, or one prepared JSON file a task. `core_of` scores
-a model in each way that it can read. Below: `score_core` centers accuracies,
+`read_tasks` reads nanochat's bundle, or one prepared JSON file per task. `core_of`
+scores a model in each way that it can read. Below: `score_core` centers accuracies,
 `score_items` scores a task, and `prompts` writes the few-shot texts of an item and says
 which of its tokens are scored.
 """
@@ -193,7 +193,7 @@ def as_json(scores: Mapping[str, CoreScore]) -> dict[str, Any]:
 
 
 def markdown(scores: Mapping[str, CoreScore]) -> str:
-    """Returns a table with a row a task, and CORE as the last one.
+    """Returns a table with a row per task, and CORE as the last one.
 
     Of each reading it has the accuracy and, after it, the centered accuracy.
     """
@@ -448,7 +448,7 @@ def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
     """Reads the tasks of a folder in the layout of nanochat's eval_bundle.
 
     core.yaml names the tasks and their files, eval_meta_data.csv the accuracies of
-    guessing, eval_data/ holds the items, one JSON object a line.
+    guessing, eval_data/ holds the items, one JSON object per line.
 
     Raises:
       UserError: a file is missing or does not hold what it should.
@@ -558,7 +558,7 @@ _MOST_EXAMPLES = 1000
 
 
 def _wrong(item: Mapping[str, Any], kind: str) -> str | None:
-    """Says what of an item's fields is not as its kind of task wants it."""
+    """Returns what of an item's fields is not as its kind of task wants it."""
     lists = {"multiple_choice": "choices", "schema": "context_options"}
     for name in sorted(_KEYS[kind] - {"gold", *lists.values()}):
         if not isinstance(item[name], str):

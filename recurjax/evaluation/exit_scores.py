@@ -56,7 +56,7 @@ class ExitScore(NamedTuple):
       threshold: of "static" the loop; of "oracle" 0.
       loops: a token, mean.
       agreement: share of tokens whose likeliest successor is the full model's.
-      loss: nats a token.
+      loss: nats per token.
       bits_per_byte: as of `Score`.
       tokens: that were predicted.
     """
@@ -171,7 +171,7 @@ def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
     """Picks, of each rule that decoding can run, the fewest loops within a loss.
 
     Args:
-      most: nats a token.
+      most: nats per token.
     """
     # A dict and no set: the rules keep the order in which they were scored.
     rules = dict.fromkeys(score.rule for score in scores if score.rule != "oracle")
@@ -185,8 +185,9 @@ def fit_exit_head(
 ) -> ExitHead:
     """Trains a linear guess of whether a loop's likeliest token is the last one's.
 
-    Binary cross-entropy, one head a loop, Adam, one step a batch; the model does not
-    move. Source: Schuster et al. 2022 (CALM), section 3.5, with one head for each loop.
+    Binary cross-entropy, one head per loop, Adam, one step per batch; the model does
+    not move. Source: Schuster et al. 2022 (CALM), section 3.5, with one head for each
+    loop.
 
     Args:
       rate: of Adam.
@@ -238,7 +239,7 @@ def read_exit_head(run: Path) -> ExitHead | None:
 
 
 def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
-    """Draws the trade: mean loops across, nats a token up, a line for each rule."""
+    """Draws the trade: mean loops across, nats per token up, a line for each rule."""
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
     figure = Figure(figsize=(6, 4), layout="constrained")

@@ -275,7 +275,7 @@ class HarnessModel(TemplateLM):
             )
         penalty = float(arguments.get("repetition_penalty", 1.0))
         sampling = replace(sampling, repetition_penalty=penalty)
-        # An empty prompt needs a token to go on after.
+        # An empty prompt needs a token to continue after.
         prompt = tuple(self.tok_encode(context)) or (self.prefix_token_id,)
         if arguments.get("truncation") == "middle":
             prompt = self._without_middle(prompt, most)
@@ -335,7 +335,7 @@ def evaluate_harness(
       tokenizer: the run's folder of a tokenizer, for the harness' own tasks of RULER.
 
     Returns:
-      The harness' own results, and a row a figure.
+      The harness' own results, and a row per figure.
 
     Raises:
       UserError: a task is not known, needs a package, or its data cannot be had.

@@ -65,7 +65,7 @@ class Journal:
             # The last line is complete if the text ends with a line break.
             return []
         whole, _, cut = self._file.read_bytes().rpartition(b"\n")
-        if cut:  # else the next line would be written behind the half of another
+        if cut:  # else the next line would be written after the half of another
             write_atomic(self._file, whole + b"\n" if whole else b"")
         return list(_entries(whole))
 

@@ -31,7 +31,7 @@ class Score(NamedTuple):
     """How well a model predicts a text.
 
     Attributes:
-      loss: nats a token.
+      loss: nats per token.
       perplexity: exp(loss).
       bits_per_byte: nats of the tokens that stand for text, over ln 2 times their
         bytes. Special tokens count no bytes, and their nats are left out.
@@ -53,7 +53,7 @@ class Score(NamedTuple):
     parts: Mapping[str, "Score"] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the figures that a metrics file has: of symbols, no bits a byte."""
+        """Returns the figures that a metrics file has: of symbols, no bits per byte."""
         named = {"loss": self.loss, "perplexity": self.perplexity}
         # Symbols stand for no text: a loss a byte would mean nothing.
         if self.bytes:

@@ -30,7 +30,7 @@ class Row:
       version: of the task.
       package: that defines the task or has its data, with its version.
       floor: of a task's accuracy: the best answer without matching keys.
-      settings: whatever else changes the figure: examples shown, tokens a row.
+      settings: whatever else changes the figure: examples shown, tokens per row.
     """
 
     step: int

@@ -95,7 +95,7 @@ class Scorer:
 
     Attributes:
       model: any variant, laid out on `mesh`.
-      mesh: rows lie over its data and fsdp axes; None: one device.
+      mesh: rows are sharded over its data and fsdp axes; None: one device.
       rows: read at a time, rounded up to what the mesh divides.
       reading: of entire rows; contexts are shared only as the model is called.
       share: read a context once for all its continuations. Off, each pair is a row.
@@ -349,7 +349,7 @@ def _read_contexts(
 ) -> _Read:
     cache = model.init_cache(ids.shape[0], length)
     x, cache = model.hidden(Tokens(ids, lengths=lengths), cache)
-    # The state behind the last real token predicts the continuation's first.
+    # The state after the last real token predicts the continuation's first.
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     # Continuations pick any row of these, so that each device holds them all.
     return _everywhere(_Read(cache, last), mesh)
@@ -393,7 +393,7 @@ def _against(
 
 
 def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
-    """Gives every process the full result, to read it on the host."""
+    """Returns the full result to every process, readable on the host."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))

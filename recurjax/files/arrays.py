@@ -1,4 +1,4 @@
-"""Small arrays from outside: whatever is wrong with a file is one sentence.
+"""Small arrays from outside: any fault of a file is one error message.
 
 numpy's own reader believes a header: it allocates what the header claims, and some
 damaged headers raise errors of Python's parser. Here a file's size decides.

@@ -115,13 +115,13 @@ class Commit:
 def find_commit(
     repository: Repository, *, report: Callable[[str], None] = print
 ) -> Commit:
-    """Asks the Hub which commit a revision is, and which files it has.
+    """Fetches a revision's commit and its files from the Hub.
 
     Offline, or where the Hub does not answer, the Hub's cache says which commit the
     revision was when it was last fetched.
 
     Args:
-      report: gets a sentence where the Hub does not answer and the cache is used.
+      report: called with a message if the Hub does not answer and the cache is used.
 
     Raises:
       UserError: the repository or the revision is missing, private or gated; or the

@@ -1,8 +1,8 @@
 """Untrusted JSON: any fault in it becomes an error of one sentence.
 
-A file that was cut off, damaged or made to harm can hold bytes that are no UTF-8, lists
-nested ten thousand deep, numbers of a thousand digits and half characters. All of that
-ends here, so that no reader meets it later, far from the file's name.
+A file that was cut off, damaged or made to harm can hold bytes that are not UTF-8,
+lists nested ten thousand deep, numbers of a thousand digits and half characters. All of
+that ends here, so that no reader meets it later, far from the file's name.
 """
 
 import json
@@ -71,7 +71,7 @@ def parse_json(text: str | bytes | bytearray, where: str) -> Any:
         raise UserError(f"{where} is not valid JSON: {error}") from error
     if _is_deeper(values, DEEPEST):
         raise UserError(f"{where} is JSON nested too deeply")
-    # Written out it is a pair of escapes; half of one is no character, and neither a
+    # Written out it is a pair of escapes; half of one is not a character, and neither a
     # file's name nor a tokenizer can take it.
     escapes = "\\" in text and ("\\ud" in text or "\\uD" in text)
     if escapes and _has_half_character(values):

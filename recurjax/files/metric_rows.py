@@ -20,7 +20,7 @@ class MetricRows(NamedTuple):
 
 
 def read_rows(file: Path) -> MetricRows:
-    """Reads metrics.jsonl, leaving out lines that are no rows.
+    """Reads metrics.jsonl, leaving out lines that are not rows.
 
     A power cut can leave zeros, a disk another byte: that costs its line and no other.
     """

@@ -354,7 +354,7 @@ def sent_folder(url: str, *, last: str) -> Iterator[Path]:
     """Gives a folder of this machine that is sent to a store when the block ends well.
 
     The folder is in the cache and the same for each call with this URL, so that work
-    which was stopped goes on. If the block raises, nothing is sent, and the folder
+    which was stopped continues. If the block raises, nothing is sent, and the folder
     stays until the next call. If sending fails, the objects that were sent are removed.
 
     Args:

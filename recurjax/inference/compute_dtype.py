@@ -22,7 +22,8 @@ def in_compute_dtype(model: Decoder) -> Decoder:
     Every product rounds its weight to that dtype anyway, so that nothing computed
     changes by a bit; but a decode step is bound by reading the weights, and with
     bfloat16 reads half as much. Norms' scales, biases and other vectors, which are used
-    in float32, stay. On a TPU weights also lie as `layout_of` says, unless they are
+    in float32, stay. On a TPU weights also have the layout of `layout_of`, unless they
+    are
     traced: a program's results have no layout of their own. The result is for reading
     texts, not for training.
     """

@@ -319,7 +319,7 @@ def continue_requests(
     if slots < len(prompts):
         together = min(together, max(width, _READ_AT_ONCE))
     engine = Engine(
-        # Once for all tokens: the programs would round the weights for each.
+        # Convert once: the programs would round the weights for each token.
         in_compute_dtype(model),
         EngineConfig(
             slots=slots,

@@ -250,7 +250,7 @@ def _within(
 
 
 def _bits_of_a_pass(tokens: int) -> int:
-    """Returns how many bits a device best settles per pass over the tokens: a divisor.
+    """Returns how many bits to settle per pass over the tokens on this device.
 
     What a pass reads is what it costs but on a CPU, which adds 15 sums in more than
     four times the time of one (8 rows of 50,000: 26 ms for 4). Of few tokens XLA for

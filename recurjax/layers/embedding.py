@@ -29,7 +29,7 @@ def look_up(
     rows, free = row_axes(ids.shape[0]), free_axes()
     shards, sizes = free.get(_SHARED, 1), table.shape
     columns = math.prod(sizes[1:])
-    # As the rules of shardings lay them: [V, D] by columns, [V, K, E] by tokens.
+    # As the sharding rules cut them: [V, D] by columns, [V, K, E] by tokens.
     spec = P(None, _SHARED) if table.ndim == 2 else P(_SHARED)
     divides = columns % shards == 0 and (table.ndim == 2 or sizes[0] % shards == 0)
     # Another axis in play (tensor, stage, sequence), or a table that does not divide:

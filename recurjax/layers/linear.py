@@ -21,7 +21,7 @@ class LowRank(NamedTuple):
     """An addition of rank R to a linear map: x W becomes x W + (x A) B.
 
     A block that serves several depths of a stack tells them apart by these. The two
-    thin products are never joined to W: that would make a matrix a depth again. Where
+    thin products are never joined to W: that would make a matrix per depth again. Where
     tokens stand at different depths, those of all depths are joined side by side and
     each token says which columns are active, which copies no matrix.
 
@@ -198,7 +198,7 @@ Weight = Array | nnx.Param | AdaptedWeight | QuantizedWeight
 
 
 def is_composed(node: Any) -> bool:
-    """Says whether a node of a tree is a weight that is more than an array."""
+    """Returns whether a node of a tree is a weight that is more than an array."""
     return isinstance(node, AdaptedWeight | QuantizedWeight)
 
 
@@ -336,7 +336,7 @@ def apart_by_layer(
 
 
 def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
-    """Says whether x is one token a row, in a program for a GPU."""
+    """Returns whether x is one token a row, in a program for a GPU."""
     return x.ndim > 2 and x.shape[1] == 1 and uncopied_weights.pay_off()
 
 

@@ -31,13 +31,13 @@ class UncutStack(nnx.Module, Generic[_Config]):
     config: _Config
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says why it cannot train on a mesh, or None; the length does not matter."""
+        """Returns why it cannot train on a mesh, or None, whatever the length."""
         variant = type(self.config).__name__
         return refuse_stages(mesh, variant) or refuse_sequence(mesh, variant)
 
 
 def refuse_stages(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
-    """Says why a stack without a pipeline over layers cannot run on the mesh, or None.
+    """Returns why a stack without a pipeline cannot run on the mesh, or None.
 
     Args:
       mesh: with the axis `stage`.

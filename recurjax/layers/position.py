@@ -336,7 +336,7 @@ def with_positions(
     """Adds the table's embedding of each token's own position to x, if there is one.
 
     Args:
-      position: tokens that each row has behind it.
+      position: tokens that each row has read.
       training: whether the cache keeps nothing: then every row starts at 0.
     """
     if table is None:

@@ -3,7 +3,7 @@
 A stack of L layers with a pattern of P places has L // P repeats. Layers of one place
 are alike but for their weights, so they are one module whose parameters have the
 repeats on a leading axis: place p holds layers p, p + P, p + 2P, ... The L mod P layers
-behind the last repeat are modules of one layer each: see `stacked_layers`.
+after the last repeat are modules of one layer each: see `stacked_layers`.
 """
 
 import itertools
@@ -353,7 +353,7 @@ class CacheRows:
     """
 
     def init_cache(self, batch: int, length: int, dtype) -> Cache:
-        """Makes an empty cache: the stack's own method."""
+        """Creates an empty cache: the stack's own method."""
         raise NotImplementedError
 
     def reset(self, cache: Cache, rows: Bool[Array, " B"]) -> Cache:
@@ -396,7 +396,7 @@ class CacheRows:
         return jax.tree.map(put, cache, other, self._row_axes(cache))
 
     def take(self, cache: Cache, rows: Int[Array, " N"]) -> Cache:
-        """Makes a cache of the chosen rows, in this order; one may come several times.
+        """Returns a cache of the chosen rows, in this order; a row may repeat.
 
         So a prompt is read once for several continuations of it.
         """
@@ -408,8 +408,7 @@ class CacheRows:
 
     def _row_axes(self, cache: Cache) -> Any:
         """Returns the axis of each array that counts rows; -1 where none does."""
-        # Two caches of one row and of two differ in one axis each; nothing is allocated
-        # for it.
+        # Caches of one row and of two differ in this axis; only shapes are computed.
         single, double = (
             jax.eval_shape(lambda batch=batch: self.init_cache(batch, 1, jnp.float32))
             for batch in (1, 2)

@@ -1,4 +1,4 @@
-"""Losses of several predictions of the same tokens, and how far they lie apart.
+"""Losses of several predictions of the same tokens, and how far apart they are.
 
 A model with exits predicts each token after every loop, and a teacher predicts it too.
 All their logits are made together, in one piece or in chunks of the vocabulary, so that
@@ -322,7 +322,7 @@ def _walk(
 class FrozenModel:
     """A trained model that an objective reads and no step changes, such as a teacher.
 
-    Its parameters are an argument of the step, lie on the mesh as the trained model's
+    Its parameters are an argument of the step, are sharded like the trained model's
     do, and are in no checkpoint.
 
     Attributes:

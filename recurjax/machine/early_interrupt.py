@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt wherever the program happens to be. In the first seconds
 that is often a callback of native code, a finalizer or a library's bare `except:`: the
-exception is printed or dropped and the program goes on, or the native code aborts. So
+exception is printed or dropped and the program continues, or the native code aborts. So
 until the work begins there is no exception: the handler says the sentence and ends the
 process, which has nothing to clean up yet. From then on the signal is noted as well as
 raised, and who is about to begin something long asks for the note.
@@ -45,7 +45,7 @@ def watched() -> Iterator[None]:
 
 
 def work_begins() -> None:
-    """Says that an interruption has something to clean up from now on: it is raised."""
+    """From now on raises an interruption, because there is something to clean up."""
     global _working
     _working = True
 

@@ -58,7 +58,7 @@ def _smaller_batches(
 ) -> Iterator[tuple[str, Experiment]]:
     training = experiment.training
     shards = plan.mesh["data"] * plan.mesh["fsdp"]
-    # Accumulation keeps the optimization as it is: the same rows a step, in more parts.
+    # Accumulation does not change the optimization: the same rows per step in parts.
     parts = 2 * training.accumulation
     while parts <= _MOST_PARTS * training.accumulation:
         # From here on the parts would be uneven, or smaller than the devices that share

@@ -64,7 +64,7 @@ def main() -> None:
 def end_with_parent() -> None:
     """Lets this process end when the one that started it does, however that ended.
 
-    A compiler would go on for minutes, and nobody would read its answer.
+    A compiler would continue for minutes, and nobody would read its answer.
     """
     parent = os.getppid()
 
@@ -385,7 +385,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def _bits(dtype: Any) -> int:
-    # numpy has a byte for each number of four bits, XLA half of one.
+    # numpy stores a 4-bit number in a byte, XLA in half a byte.
     return 4 if dtype == "int4" else 8 * dtype.itemsize
 
 

@@ -167,7 +167,7 @@ def _pins(file: Path) -> dict[str, SpecifierSet]:
     if not file.is_file():
         raise UserError(f"no constraints file at {file}")
     lines = (line.strip() for line in file.read_text().splitlines())
-    # Options of pip and comments are no requirements.
+    # Options of pip and comments are not requirements.
     pins = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return {
         pin.name: pin.specifier

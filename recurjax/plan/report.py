@@ -199,7 +199,7 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _point(plan: Plan) -> tuple[float, float] | None:
-    """Returns (FLOPs a byte, FLOP/s a device at the bound)."""
+    """Returns (FLOPs per byte, FLOP/s per device at the bound)."""
     if plan.bounds is None or not plan.bounds.seconds:
         return None
     flops = plan.answer["flops"]["products"] / plan.topology.devices

@@ -52,7 +52,7 @@ class Topology:
     def collective_bandwidth(self) -> float | None:
         """Bytes/s that a device sends in a collective over one axis of the mesh.
 
-        A mesh axis is taken to lie along one axis of the interconnect; the shortest
+        A mesh axis is assumed to be along one axis of the interconnect; the shortest
         axis decides whether that closes to a ring.
         """
         hardware = self.hardware

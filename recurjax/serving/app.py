@@ -70,7 +70,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model behind the routes: a base, or one of its adapters on the same engine.
+    """A served model: a base, or one of its adapters on the same engine.
 
     Attributes:
       base: the name of the model that it is an adapter of; None: it is none.

@@ -94,7 +94,7 @@ def read_body(data: bytes | bytearray, *, values: int, longest: int) -> dict[str
         of escapes.
 
     Raises:
-      RequestError: 413: it has more, or more than `MOST_NAMES`; 400: it is no JSON
+      RequestError: 413: it has more, or more than `MOST_NAMES`; 400: it is not JSON
         object.
     """
     # Anything else than an object is refused by how it begins.

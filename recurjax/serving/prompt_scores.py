@@ -1,7 +1,7 @@
 """Probabilities of a prompt's own tokens, for a request that wants them echoed.
 
-An engine reads a prompt for the one state behind it. Here the head looks at every place
-of it, piece by piece, so that requests in the engine's slots go on in between.
+An engine reads a prompt for the one state after it. Here the head looks at every place
+of it, piece by piece, so that requests in the engine's slots continue in between.
 """
 
 from collections.abc import Iterator, Mapping

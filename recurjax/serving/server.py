@@ -108,7 +108,7 @@ async def _serve(
             # Polled: a signal and an event of another thread, with one wait for both.
             await asyncio.sleep(_LOOK_SECONDS)
         for worker in workers:
-            # New requests get 503 from here on; open ones go on to their end.
+            # New requests get 503 from here on; open ones continue to their end.
             worker.draining = True
         until = loop.time() + grace
         while loop.time() < until and any(worker.open for worker in workers):

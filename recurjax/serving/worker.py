@@ -24,7 +24,7 @@ class News:
       tokens, logprobs, top: the new ones; see `Request`.
       exits: the pieces of text of the new tokens and the loops that made them, where
         tokens leave early.
-      reason: why it ended, None while it goes on.
+      reason: why it ended, None while it continues.
     """
 
     text: str

@@ -22,7 +22,7 @@ def with_evenly_kept_layers(
       mesh: of the model and of the result; None: one device.
 
     Raises:
-      UserError: the model is no Transformer, has fewer layers than loops, or has
+      UserError: the model is not a Transformer, has fewer layers than loops, or has
         windows that differ by layer, whose pattern would not stay.
     """
     base = model.config.stack

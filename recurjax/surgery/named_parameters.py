@@ -19,7 +19,7 @@ Parameters = dict[str, np.ndarray]
 
 
 def named_leaves(model: Any) -> dict[str, Array]:
-    """Returns a model's parameters by name, where they lie."""
+    """Returns a model's parameters by name, without moving them."""
     return {
         parameter_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)
@@ -87,14 +87,14 @@ def made_by(
         value = make(parameter_name(path))
         # A wrong shape is our own mistake: the config and the arrays come from here.
         assert value.shape == leaf.shape, (parameter_name(path), value.shape)
-        # Copying goes on in the background and could hold several tensors at a time.
+        # Copying continues in the background and could hold several tensors at a time.
         return jax.block_until_ready(_placed(value, leaf, where))
 
     return jax.tree_util.tree_map_with_path(fill, like, places)
 
 
 def _placed(value: np.ndarray | Array, leaf: jax.ShapeDtypeStruct, where: Any) -> Array:
-    """Returns a parameter where it shall lie: of a sharding, or None's one device."""
+    """Returns a parameter with a sharding; None: on one device."""
     # Shared, a parameter would go from both models where one of them is donated.
     held = isinstance(value, jax.Array)
     if not isinstance(where, NamedSharding):

@@ -91,7 +91,7 @@ def measure_recency(
       stop: gets what was measured so far after each batch; True: no more is read.
 
     Raises:
-      UserError: the model is no Transformer, its layers have windows or ALiBi, or
+      UserError: the model is not a Transformer, its layers have windows or ALiBi, or
         there is no text.
     """
     config = model.config.stack

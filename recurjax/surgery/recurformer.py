@@ -50,7 +50,7 @@ def to_recurformer(
       seed: of their weights.
 
     Raises:
-      UserError: the model is no Transformer, or these heads cannot be replaced.
+      UserError: the model is not a Transformer, or these heads cannot be replaced.
     """
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
@@ -104,7 +104,7 @@ class Changes(NamedTuple):
 
 
 def changes(model: Decoder, length: int) -> Changes:
-    """Says what a RecurFormer has gained and lost.
+    """Returns what a RecurFormer has gained and lost.
 
     Args:
       length: tokens at which cache and FLOPs are counted.
@@ -125,7 +125,7 @@ def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:
     """Cuts a layer's queries and keys down to the heads that still attend."""
     heads = stack.heads(layer)
     left, key_heads = np.array(heads.remaining, int), np.array(heads.key_heads, int)
-    # Heads lie on axis 1 of a matrix [D, H, E] and on axis 0 of a bias [H, E].
+    # Heads are axis 1 of a matrix [D, H, E] and on axis 0 of a bias [H, E].
     for name, chosen, axis in (
         ("w_q", left, 1),
         ("w_k", key_heads, 1),

@@ -102,7 +102,7 @@ def to_recursive(
         in all as many as `matrices` counts, where the rank is not 0.
 
     Raises:
-      UserError: the model is no Transformer, or another one than `stack` says.
+      UserError: the model is not a Transformer, or another one than `stack` says.
     """
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
@@ -180,7 +180,7 @@ def recursive_stack(
       settings: loops, sharing, rank, tie_norms, loop_cache.
 
     Raises:
-      UserError: the model is no Transformer, or cannot be cut so.
+      UserError: the model is not a Transformer, or cannot be cut so.
     """
     base = model.config.stack
     if not isinstance(base, TransformerConfig):
@@ -391,7 +391,7 @@ class RecursiveParts:
             shared = {
                 name: flat(MAPS[name], self._shared(MAPS[name], k)) for name in names
             }
-            # Kept from the first use to the second where the two lie opposite.
+            # Kept from the first use to the second where the two are opposite.
             vectors: np.ndarray | None = None
             for b, depth in enumerate(self.depths[:, k].tolist()):
                 residuals = {}

@@ -75,12 +75,12 @@ class TrainingConfig:
     Attributes:
       steps: optimizer steps in all.
       batch: rows of a step, over all devices and accumulation parts.
-      length: T, tokens a row.
+      length: T, tokens per row.
       accumulation: parts of the batch that go through the model one after another.
       gradient_clip: largest global norm of the gradient, or None.
       seed: of the initial parameters, and of the texts drawn in evaluations.
       start_from: a run directory (a model imported by `recurjax convert`, or a run to
-        go on from with other data or another optimizer): its newest checkpoint gives
+        continue from with other data or another optimizer): its newest checkpoint gives
         the initial parameters instead of the seed. It must have the same model and
         tokenizer, and is not read again once this run has a checkpoint.
       train_only: a regular expression: only parameters with a match in their names are

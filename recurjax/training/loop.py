@@ -70,7 +70,7 @@ def train(
     console: Console | None = None,
     mirror: Mirror | None = None,
 ) -> TrainingResult:
-    """Trains in the run directory `root`, going on from its newest good checkpoint.
+    """Trains in the run directory `root`, and resumes from its newest good checkpoint.
 
     A run that was stopped, however, and is resumed ends with the same bits as one that
     was not. SIGTERM and Ctrl-C save and return, also in the middle of an evaluation; it
@@ -321,7 +321,7 @@ class _Loop:
         host.give_back_freed_memory()
 
     def _floor_note(self, step: int, score: Score) -> str | None:
-        """Says that a task's accuracy has not left its floor, or None."""
+        """Returns a message if a task's accuracy is still at its floor, or None."""
 
         def at_floor(score: Score | None) -> bool:
             if score is None or score.accuracy is None:
@@ -455,7 +455,7 @@ class Interruption:
                 signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def requested(self) -> bool:
-        """Says whether to stop here; every process must ask equally often."""
+        """Returns whether to stop here; every process must ask equally often."""
         if not self._shared:
             return self.stop is not None
         if not self._agreed:

@@ -93,7 +93,7 @@ class Compress(NextToken):
     """
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so."""
+        """Returns why a model cannot be trained so."""
         if model.row_decoder:
             return None
         return (
@@ -134,7 +134,7 @@ be trained so; `beside_flops` returns the FLOPs of a step outside the model's pa
 
 
 def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:
-    """Says why a model cannot be trained so on rows with segments.
+    """Returns why a model cannot be trained so on rows with segments.
 
     Passes over parts of a sequence take them. A model that is called as it is, by an
     objective with `calls_model` or as a frozen one, may run token after token: such a

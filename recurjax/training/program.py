@@ -223,7 +223,7 @@ def placed_shapes(tree: Any, mesh: Mesh) -> Any:
 
 
 def model_shapes(config: ModelConfig, mesh: Mesh) -> Decoder:
-    """Returns a model of ShapeDtypeStructs that lie on the mesh."""
+    """Returns a model of ShapeDtypeStructs sharded over the mesh."""
     model = jax.eval_shape(
         lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
     )
@@ -231,7 +231,7 @@ def model_shapes(config: ModelConfig, mesh: Mesh) -> Decoder:
 
 
 def batch_shapes(rows: int, length: int, mesh: Mesh, *, segments: bool) -> Batch:
-    """Returns a batch, with or without segments, as shapes that lie on the mesh."""
+    """Returns a batch, with or without segments, as shapes sharded over the mesh."""
     ids: Any = jax.ShapeDtypeStruct(
         (rows, length), jnp.int32, sharding=batch_sharding(mesh)
     )

@@ -132,9 +132,9 @@ class Session:
                 "more"
             )
         if restored is not None:
-            # The data goes on behind the last batch that was trained on.
+            # The data continues after the last batch that was trained on.
             self._batches.set_state(restored.data_state)
-        # Only now is the run known to go on: what is refused leaves its files alone.
+        # Only now is the run known to continue: what is refused leaves its files alone.
         if self._resumes:
             first_process(lambda: self.directory.resume(self.experiment))
         # A killed run may have written rows of steps after its last checkpoint: those
@@ -264,7 +264,7 @@ class Session:
         self._checkpoints.wait()
 
     def finish_save(self) -> None:
-        """Waits until a save in the background is on disk, and removes nothing."""
+        """Waits until a background save is on disk; removes no checkpoint."""
         self._checkpoints.finish()
 
     def checkpoints(self) -> list[int]:
@@ -377,7 +377,7 @@ def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> No
 
 
 _WINDOW = ("spikes.losses", "spikes.known", "spikes.rejected")
-"""What the spike rule compares with; its counts of updates always go on."""
+"""What the spike rule compares with; its counts of updates always continue."""
 
 
 def _data_changes(experiment: Experiment) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def judge(
     *,
     new_data: Bool[Array, ""] | bool = False,
 ) -> tuple[Bool[Array, ""], SpikeState]:
-    """Says whether the step counts, and remembers it.
+    """Returns whether the step counts, and remembers it.
 
     The step counts when the loss is finite, gradient and update are (`finite`) and,
     once 16 losses x are known (or a full smaller window),
@@ -135,7 +135,7 @@ def judge(
 
 
 def _bound(middle: Scalar, deviation: Scalar, config: SpikeConfig) -> Scalar:
-    """Returns how far a loss may lie from the median of its level."""
+    """Returns how far a loss may be from the median of its level."""
     return config.sigma * jnp.maximum(deviation, jnp.maximum(1.0, middle) / 100)
 
 
@@ -144,9 +144,9 @@ def _steady(
 ) -> Bool[Array, ""]:
     """Whether a series of losses stays at one level.
 
-    All lie within `_bound` of their median, and the medians of the earlier and the
-    later half within half of that: a loss that keeps growing is no level, and neither
-    is a single loss.
+    All are within `_bound` of their median, and the medians of the earlier and the
+    later half within half of that: a loss that keeps growing is not a level, and
+    neither is a single loss.
     """
     N = row.size
     if N == 1:
@@ -165,7 +165,7 @@ def _spread(values: Float[Array, " N"], known: Int[Array, ""]) -> tuple[Scalar, 
 
 
 def _filled(values: Float[Array, " N"], size: int) -> Float[Array, " size"]:
-    """Returns the first `size` values, zeros behind them."""
+    """Returns the first `size` values, zeros after them."""
     return jnp.zeros(size, values.dtype).at[: values.size].set(values[:size])
 
 

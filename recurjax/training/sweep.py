@@ -36,7 +36,7 @@ class Reached(NamedTuple):
       parameters: in all.
       tokens: trained on.
       flops: of training, as the model counts them.
-      loss: validation, in nats a token; None: the run diverged.
+      loss: validation, in nats per token; None: the run diverged.
       bits_per_byte: validation; None likewise, and of a task's symbols.
       tokens_per_second: of training, without compilation and evaluations.
       diverged: whether the run ended so, see `Diverged`.
@@ -143,7 +143,8 @@ def sweep(
         of one seed is complete first.
 
     Returns:
-      One entry a run; None when a run was stopped: the same call goes on from there.
+      One entry per run; None when a run was stopped: the same call continues from
+      there.
 
     Raises:
       UserError: as `train`; a run there has another config.

@@ -1,4 +1,4 @@
-"""Blocks of 64 rows: how they lie in registers and on chip, and how they are read."""
+"""Blocks of 64 rows: their layout in registers and on chip, and how they are read."""
 
 from inspect import signature
 from typing import Any
@@ -46,10 +46,10 @@ def turned(launch: Launch, held: Any, n) -> Any:
 def over_columns(
     vector: Float[Array, " rows"], columns: int
 ) -> Float[Array, "rows columns"]:
-    """Repeats one value a row over columns."""
+    """Repeats one value per row over columns."""
     return jax.lax.broadcast_in_dim(vector, (vector.shape[0], columns), (0,))
 
 
 def over_rows(vector: Float[Array, " columns"]) -> Float[Array, "64 columns"]:
-    """Repeats one value a column over the 64 rows."""
+    """Repeats one value per column over the 64 rows."""
     return jax.lax.broadcast_in_dim(vector, (SIDE, vector.shape[0]), (1,))

@@ -78,7 +78,7 @@ def multiply(
     chunks = cut.depth // CHUNK
     rows = pl.ds(block * SIDE, launch.loaded)
     z = 1 + cut.down.parts
-    # In units of D; attended values lie elsewhere.
+    # In units of D; attended values are elsewhere.
     source = choose(role.stage, [0, 0, 1, z, z]) + role.part
 
     def fetch(n) -> None:

@@ -131,7 +131,7 @@ def attend_chunk(
         return jnp.where(seen[i][:M], logits, HIDDEN)
 
     # Every group of every row does one step before any does the next: while one waits
-    # for the matrix unit or for a sum over lanes, the others go on.
+    # for the matrix unit or for a sum over lanes, the others continue.
     parts = [(i, g, group) for i in range(PAIR) for g, group in enumerate(groups)]
     states = [
         SoftmaxState(

@@ -138,7 +138,7 @@ def queries_backward(
 def _span(c: Array, length: int):
     """Returns the c-th SPAN of an axis: how to cut it, its indices, which are new.
 
-    The last one begins earlier where the axis is no multiple of SPAN, and overlaps.
+    The last one begins earlier where the axis is not a multiple of SPAN, and overlaps.
     """
     width = min(SPAN, length)
     begin = jnp.minimum(c * SPAN, length - width)

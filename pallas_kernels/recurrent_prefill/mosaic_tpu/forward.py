@@ -105,7 +105,7 @@ def run_layer(
     Args:
       x: T full tiles, B full programs.
       filled: what the cache holds; None: nothing, position 0 is the call's first.
-      segments: documents, those of positions as [T, B, 1]; None: one a row.
+      segments: documents, those of positions as [T, B, 1]; None: one per row.
       rotary: [T, B or 1, 1, rope_width / 2], where the layer has RoPE.
       positions: how many of the T are run. What is returned of the others is never
         written, and theirs may be anything.

@@ -117,7 +117,7 @@ def expressible(call: RecurrentPrefillCall) -> str | None:
     reason = refusal_of_tile(tile)
     if reason is not None or not blocks.given():
         return reason
-    # Backward the same sizes take no more.
+    # The backward pass needs no more with these sizes.
     launch = _launch(call, "forward")
     return refusal_of_blocks(launch.tiles, spec, launch.shared)
 

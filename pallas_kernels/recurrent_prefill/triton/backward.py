@@ -239,8 +239,8 @@ def pair_product_back(
     """Writes out[t] = [k-norm back (dk[t]) | dv[t]] [W_k | W_v]^T.
 
     The k-norm's backward takes off each row its mean along the unit keys (and, of a
-    layer norm, its mean): after the product that is a number a row times what W_k makes
-    of the unit keys (and of ones), which the full tile has at once.
+    layer norm, its mean): after the product that is a number per row times what W_k
+    makes of the unit keys (and of ones), which the full tile has at once.
 
     Args:
       pair: factor scale dk[t] and dv[t].
@@ -575,7 +575,7 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
     at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
     later = at > t
     read = jnp.broadcast_to(later[:, :, None], (b, rows, E))
-    # The query right behind t got its do in the last step, its delta now; behind the
+    # The query right behind t got its do in the last step, its delta now; after the
     # last one of the tile there is none.
     behind = jnp.minimum(t + 1, b - 1)
 

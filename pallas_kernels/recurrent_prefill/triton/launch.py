@@ -348,7 +348,7 @@ def _skip_idle(body: Callable, given: int, *refs: Any) -> None:
 def _overwrite_idle(body: Callable, given: int, *refs: Any) -> None:
     """Does what `_skip_idle` does in jax's interpreter, whose branches know no program.
 
-    What a program would not have written is no number, so that no one can use it.
+    What a program would not have written is not a number, so that no one can use it.
     """
     outputs = refs[given + 1 :]
     body(*refs[:given], *outputs)

@@ -103,7 +103,7 @@ Norm = tuple[Float[Array, "L D"], Float[Array, "L D"]]
 
 
 class Folded(NamedTuple):
-    """Weights and biases of the products behind the norms, with scale and shift in.
+    """Weights and biases of the products after the norms, with scale and shift in.
 
     n(x) W + b = f (x W') + b' with W' = scale W, b' = b + shift W and f the factor by
     which RMSNorm multiplies a row: programs then read rows in the products' dtype and

@@ -108,7 +108,7 @@ def bias_of_cache(
     Args:
       positions: of the queries, [L, T, B].
     """
-    # Slot s of the persistent pairs holds position s; behind them lie the open block's
+    # Slot s of the persistent pairs holds position s; after them come the open block's
     # temporary pairs, which start at the block's first position.
     c = spec.block
     seen_before = cache.position[:, None]  # [B, 1]
@@ -214,7 +214,7 @@ class Pairs(NamedTuple):
 
 
 def empty_pairs(layers: int, batch: int, slots: int, spec: LayerSpec, dtype) -> Pairs:
-    """Makes zeros for `slots` pairs."""
+    """Creates zeros for `slots` pairs."""
     shape = (layers, batch, spec.key_heads)
     E = spec.head_width
     return Pairs(

@@ -151,7 +151,7 @@ def pair_gradients(
     do: Float[Array, "L B K E Q T"],
     scale: float,
 ) -> PairGradients:
-    """Returns dk = scale ds^T q and dv = p^T do; q and do lie [L, B, K, E, Q, T]."""
+    """Returns dk = scale ds^T q and dv = p^T do; q and do are [L, B, K, E, Q, T]."""
 
     def gather(rows: Array, weights: Array) -> Array:
         return jnp.einsum(
@@ -379,8 +379,8 @@ def recur_backward(
 def _gather(weights: Array, rows: Array) -> Array:
     """Returns sum_t weights [L, B, K, Q, T, S] rows [..., T, E] as [L, B, K, E, S].
 
-    The tile's rows lie as the loop carries them: turning them over at every unit would
-    cost more than the sum.
+    The tile's rows have the layout of the loop's carry: turning them over at every unit
+    would cost more than the sum.
     """
     gathered = jnp.einsum(
         "lbkqts,lbkqte->lbkse",
@@ -585,7 +585,7 @@ def run_layers_backward(
                 of, transpose_queries(of), past, bias, spec.logit_scale
             )
             dq, dpast = dq + more, jax.tree.map(jnp.add, dpast, new)
-        # Back to the layout that the projections wrote: values lie as rows there.
+        # Back to the layout that the projections wrote: values are rows there.
         dunit = Pairs(dunit.dk, jnp.swapaxes(dunit.dv, 3, 4))
         # 4. Through the projections to x, and the weights' share of this tile.
         dflat, dq_norm, dk_norm = pull_heads((dq, dunit))

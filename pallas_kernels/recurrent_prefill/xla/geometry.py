@@ -1,4 +1,4 @@
-"""Where positions lie in the XLA path's loops: units, tiles, and the wavefront's skew.
+"""Where positions are in the XLA path's loops: units, tiles, and the wavefront's skew.
 
 A call's T positions are cut into tiles of b positions, and a tile into units: a unit is
 what the recurrence handles at once, spec.block positions (1 for the Recurrent
@@ -6,7 +6,7 @@ Transformer). With L layers in one loop, layer l runs l tiles behind layer 0: it
 position t is in slot t + l b. Slots, not positions, index the loop's buffers, so that
 every layer reads and writes the same place at the same time.
 
-The layers may lie on several devices, the stages of a `shard_map`: then each device
+Several devices may hold the layers, the stages of a `shard_map`: then each device
 runs its own ones, which lag behind all layers of the stages before.
 
 With a cache and spec.block > 1 a row also starts at its own phase within a block: it is
@@ -33,7 +33,7 @@ class Geometry:
       tiles: tiles of one layer.
       chunk: keys of the prefix read at once.
       stages: devices that each run `layers` layers.
-      axis: the mesh axis that those lie on; None with one stage.
+      axis: the mesh axis of those; None with one stage.
     """
 
     layers: int
@@ -55,7 +55,7 @@ class Geometry:
         return self.tiles + self.depth - 1
 
     def lags(self) -> Array:
-        """Returns how many tiles each layer [L] runs behind the very first one."""
+        """Returns how many tiles each layer [L] runs after the very first one."""
         # A layer starts a tile when the layer below has finished it: one step later.
         lags = jnp.arange(self.layers)
         if self.axis is None:

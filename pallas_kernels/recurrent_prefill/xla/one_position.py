@@ -3,7 +3,7 @@
 The loops over tiles lay weights and cached pairs out for many positions, which pays
 where many read them. One position reads everything once, so that a copy of anything
 would double its bytes. A layer needs w_k and w_v twice, though: for the temporary pair
-of its input and, behind its MLP, for the persistent pair of its output. Only later
+of its input and, after its MLP, for the persistent pair of its output. Only later
 positions read that one, so it is left to the next step, which makes both in one
 product.
 

@@ -231,7 +231,7 @@ def run(argv: list[str]) -> int:
       result is on this machine then, and not in a store that OUT names.
 
     Raises:
-      UserError: something the user can put right, said in one sentence.
+      UserError: a mistake that the user can correct.
     """
     commands: dict[str, Command] = {
         "from-hf": _from_hf,

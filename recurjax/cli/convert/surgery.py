@@ -567,7 +567,7 @@ def run_to_transformer(argv: list[str]) -> int:
 
 
 def _costs(config: ModelConfig, stack_of: Callable[..., Any]) -> str:
-    """Says how many parameters each of the paper's ranks leaves."""
+    """Returns how many parameters each of the paper's ranks leaves."""
     before = count_parameters(config).total
     costs = []
     for rank in RANKS:
@@ -581,7 +581,7 @@ def _costs(config: ModelConfig, stack_of: Callable[..., Any]) -> str:
 
 
 def _loss(model: Decoder, rows: np.ndarray, loaded: LoadedRun, mesh: Mesh) -> float:
-    """Returns nats a token; every row starts without context."""
+    """Returns nats per token; every row starts without context."""
     # Inputs and their next tokens, a few rows at a time.
     batches = (
         Batch(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:]))

@@ -262,7 +262,7 @@ def _evaluate(
             write_atomic(options.json, text + "\n")
         if writable:
             append_rows(options.run, rows)
-    # Only now that everything is written is the journal of no more use.
+    # The journal is needed until all rows are written.
     journal.close()
     if not math.isfinite(report.get("loss", 0.0)):
         raise UserError(
@@ -320,7 +320,7 @@ def prepare_harness(options: EvaluateHarness) -> Measure:
         template_of,
     )
 
-    # A comma too many names no task.
+    # An extra comma leaves an empty name.
     names = [name for name in options.tasks.split(",") if name]
     haystack = read_haystack(options.haystack, seed=options.seed)
 

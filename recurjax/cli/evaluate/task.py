@@ -181,7 +181,7 @@ def _changed(task: TaskConfig, named: TaskConfig) -> dict[str, Any]:
     return {
         field.name: getattr(task, field.name)
         for field in dataclasses.fields(task)
-        # Numbers of rows change how well a figure is known, not what it is of.
+        # The number of rows changes a figure's error, not its meaning.
         if getattr(task, field.name) != getattr(named, field.name)
         and isinstance(getattr(task, field.name), int | float | str)
         and not field.name.endswith("_rows")

@@ -154,7 +154,7 @@ class RowSource:
         """Opens the data.
 
         Args:
-          length: tokens a row; None: as in training, or as a task's test asks.
+          length: tokens per row; None: as in training, or as a task's test asks.
           tokens: reads the first batches that hold this many; None: all.
 
         Raises:
@@ -411,7 +411,7 @@ def _exit_rows(scores: Sequence[ExitScore], source: RowSource, step: int) -> lis
             metric=metric,
             value=getattr(score, metric),
             n=score.tokens,
-            # As `recurjax generate --exit` takes it.
+            # In the form of `recurjax generate --exit`.
             settings=source.settings | {"exit": f"{score.rule}:{score.threshold:g}"},
         )
         for score in scores

@@ -135,7 +135,7 @@ def _rendered(value: Any, indent: str, before: str = "") -> str:
 
 
 def _broken(start: str, opening: str, items: list[str], end: str, comma: str) -> str:
-    """Joins items in one line if they fit, else one a line."""
+    """Joins items in one line if they fit, else one per line."""
     line = f"{start}{opening}{', '.join(items)}{comma}{end}"
     if "\n" not in line and len(line) < _WIDTH:
         return line

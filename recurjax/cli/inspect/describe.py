@@ -37,7 +37,7 @@ class ParameterRow(NamedTuple):
     Attributes:
       name: of the arrays, with `*` for the numbers that differ.
       shape: of each, such as "L=2 D=96 F=384".
-      sharding: which letters lie over which axis of the mesh: "D:fsdp F:tensor". A
+      sharding: mesh axis of each letter: "D:fsdp F:tensor". A
         dimension that the axis does not divide is replicated.
       group: of the optimizer.
       dtype: of the parameters.
@@ -128,7 +128,7 @@ def _load(where: str) -> Experiment:
     path = Path(where).expanduser()
     if (path / CONFIG).is_file():
         return read_experiment(path / CONFIG)
-    # A folder's name that is no run gets the closest run; any other the experiments.
+    # A folder's name that is not a run gets the closest run; any other the experiments.
     if path.parent != Path() and not path.suffix and ":" not in path.name:
         find_run(path)
     return load_experiment(where)

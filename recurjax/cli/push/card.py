@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     """Runs `recurjax card ARGV` and returns its exit code.
 
     Raises:
-      UserError: something the user can put right, said in one sentence.
+      UserError: a mistake that the user can correct.
     """
     if shows_usage(argv, USAGE, help=False):
         return 0

@@ -97,7 +97,7 @@ def open_gguf(
             "reading GGUF files needs the package gguf: pip install 'recurjax[gguf]'"
         ) from error
     try:
-        # Where the tensors lie and how long they are, before one byte of them is read.
+        # Where the tensors are and how long they are, before one byte of them is read.
         fields, tensors = read_header(path)
         tensor_bytes = [_bytes_of(tensor) for tensor in tensors]
         ends = [t.offset + n for t, n in zip(tensors, tensor_bytes, strict=True)]
@@ -149,7 +149,7 @@ class GgufFile:
           path: the file.
           tensors: from its header.
           keys: config.json's keys.
-          architecture: llama.cpp's. Of llama, rows of q and k lie in its own order; of
+          architecture: llama.cpp's. Of llama, rows of q and k have its own order; of
             Gemma, norms hold 1 + scale.
         """
         self.where = str(path)

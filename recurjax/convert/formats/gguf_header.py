@@ -45,7 +45,7 @@ def read_header(path: Path) -> GgufHeader:
     """Reads a file's header.
 
     Raises:
-      ValueError: it is no GGUF file, of another version, or damaged.
+      ValueError: it is not a GGUF file, of another version, or damaged.
       OSError: it cannot be read.
     """
     with path.open("rb") as stream:
@@ -69,7 +69,7 @@ def read_header(path: Path) -> GgufHeader:
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"its alignment is {alignment!r}")
-    # Offsets count from the first aligned byte behind the header.
+    # Offsets count from the first aligned byte after the header.
     start = -(-start // alignment) * alignment
     return GgufHeader(fields, [t._replace(offset=start + t.offset) for t in tensors])
 

@@ -68,7 +68,7 @@ _ALIGNED = 64
 
 
 def empty_for_jax(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
-    """Makes an array that a CPU device can keep without a copy."""
+    """Creates an array that a CPU device can keep without a copy."""
     size = np.dtype(dtype).itemsize * math.prod(shape)
     room = np.empty(size + _ALIGNED, np.uint8)
     start = -room.ctypes.data % _ALIGNED

@@ -39,7 +39,7 @@ class TorchFile:
 
 
 def reason_of(error: Exception) -> str:
-    """Says why torch did not read a file, without its advice to unpickle all of it."""
+    """Returns why torch rejects a file, without its advice to unpickle all of it."""
     asked_for = re.search(r"GLOBAL ([\w.]+)", str(error))
     if asked_for is not None:
         return f"it needs {asked_for[1]}"

@@ -68,9 +68,9 @@ def from_hf(
       tokenizer: a tokenizer.json or its folder instead of the checkpoint's own.
       dtype: of parameters and activations; vectors stay float32. "keep": bfloat16
         where all matrices on disk are, else float32; "float64": of activations only.
-      mesh: where to lay the parameters out; None: on one device.
+      mesh: devices that hold the parameters; None: one device.
       ignored_keys: of config.json, which the caller knows not to change the model.
-      report: gets a sentence for what a user should know: keys that were read over, a
+      report: called with messages for the user: keys that were read over, a
         head that is not tied, weights that are not finite.
 
     Raises:

@@ -40,9 +40,9 @@ class Family:
       layer: a layer's prefix, {} for its number.
       inner: modules of a layer, and what they are of ours; of several parameters in one
         tensor all of them.
-      fused: how such a tensor lies: "rows", one parameter below the other; "heads",
+      fused: layout of such a tensor: "rows", one parameter below the other; "heads",
         all of head 0, then all of head 1 (GPT-NeoX).
-      inputs_first: matrices lie [in, out], as in Conv1D (GPT-2).
+      inputs_first: matrices are [in, out], as in Conv1D (GPT-2).
       tables: tensors in old files that follow from the config.
     """
 

@@ -88,7 +88,7 @@ class Keys:
     def size(
         self, key: str, default: int | None = None, *, most: int = 2**31 - 1
     ) -> int:
-        """Takes a positive integer up to `most`; null counts as absent."""
+        """Reads a positive integer up to `most`; null counts as absent."""
         # Old files write null where a key is not used.
         value = self._values.pop(key, None)
         value = default if value is None else value
@@ -103,18 +103,18 @@ class Keys:
         return value
 
     def layers(self, key: str, default: int | None = None) -> int:
-        """Takes a number of layers, which bounds the length of lists."""
+        """Reads a number of layers, which bounds the length of lists."""
         return self.size(key, default, most=100_000)
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """Takes a positive integer or null."""
+        """Reads a positive integer or null."""
         if self._values.get(key, default) is not None:
             return self.size(key, default)
         self._values.pop(key, None)
         return None
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Takes a number; without a default it must be there."""
+        """Reads a number; without a default it must be there."""
         value = self._values.pop(key, default)
         if type(value) not in (int, float):
             wrong = (
@@ -125,14 +125,14 @@ class Keys:
         return float(value)
 
     def optional(self, key: str, default: float | None) -> float | None:
-        """Takes a number or null."""
+        """Reads a number or null."""
         if self._values.get(key, default) is not None:
             return self.number(key, default)
         self._values.pop(key, None)
         return None
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Takes a list of numbers."""
+        """Reads a list of numbers."""
         values = self._values.pop(key, None)
         is_list = isinstance(values, list)
         if not is_list or any(type(value) not in (int, float) for value in values):
@@ -141,7 +141,7 @@ class Keys:
         return tuple(map(float, values))
 
     def flag(self, key: str, default: bool) -> bool:
-        """Takes true or false."""
+        """Reads true or false."""
         value = self._values.pop(key, default)
         if type(value) is not bool:
             self._wrong.append(f"{key} must be true or false, got {value!r}")
@@ -149,7 +149,7 @@ class Keys:
         return value
 
     def word(self, key: str, choices: dict[str, Any], default: str) -> Any:
-        """Takes one of a few words and returns its value."""
+        """Reads one of a few words and returns its value."""
         value = self._values.pop(key, None)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:
@@ -158,14 +158,14 @@ class Keys:
         return choices[value]
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Takes a key that must be absent or have one of these values."""
+        """Reads a key that must be absent or have one of these values."""
         # Absent means the first value, which is what the architecture does by itself.
         value = self._values.pop(key, allowed[0])
         if value not in allowed:
             self._wrong.append(f"{key} {value!r} is not supported, only {allowed[0]!r}")
 
     def any(self, key: str) -> Any:
-        """Takes a key whatever its value; None where it is absent."""
+        """Reads a key whatever its value; None where it is absent."""
         return self._values.pop(key, None)
 
     def wrong(self, text: str) -> None:

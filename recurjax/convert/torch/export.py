@@ -91,7 +91,7 @@ def to_torch(
 
     Args:
       run: a loaded run.
-      out: the directory; it appears complete or not at all.
+      out: the directory; it is written atomically.
       format: see above.
       check: compare both sides; False: parity.json says that nothing was measured.
       python: an interpreter with torch; None: this one, if it has.
@@ -386,12 +386,12 @@ def from_torch(
 
     Args:
       directory: with config.json, model.safetensors and a tokenizer.
-      mesh: where to lay the parameters out; None: on one device.
-      report: gets a sentence when weights are not finite.
+      mesh: devices that hold the parameters; None: one device.
+      report: called with a message if weights are not finite.
 
     Raises:
-      UserError: it is no export, its tensors are not the model's, or config.json was
-        edited so that model and experiment do not agree.
+      UserError: it is not an export, its tensors are not the model's, or config.json
+        was edited so that model and experiment do not agree.
     """
     file = directory / "config.json"
     keys = read_keys(file)

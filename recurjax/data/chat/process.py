@@ -71,7 +71,7 @@ class TemplateProcess:
             try:
                 answer = json.loads(self._answer(data))
             except BaseException:
-                # Half an answer is no place to go on from.
+                # Half an answer is not a place to continue from.
                 self._end()
                 raise
         for outcome in ("refuses", "does not compile", "fails"):

@@ -6,7 +6,7 @@ function that nothing in Python interrupts. So the operating system limits this 
 `recurjax.data.chat` starts it as a script and restarts it when it dies.
 
 Requests come from standard input and answers go to standard output, each a JSON object
-behind its length in eight bytes. Imports jinja2 and the standard library only.
+after its length in eight bytes. Imports jinja2 and the standard library only.
 """
 
 import datetime
@@ -151,7 +151,7 @@ def _hidden(value: Any, text: _Hidden) -> Any:
 
 
 def _typed(value: Any, kind: type[_Hidden]) -> Any:
-    """Returns a value whose texts are of a class; `_Hidden` itself hides nothing."""
+    """Returns a value whose strings are of a class; `_Hidden` itself hides nothing."""
     if kind is _Hidden:
         return value
     if isinstance(value, str):

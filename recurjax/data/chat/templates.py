@@ -157,7 +157,7 @@ class ChatTemplate:
 
         These are the special tokens, and the added tokens that the template names: a
         file may mark the tokens of roles as not special. Runs of spaces and of line
-        breaks, which GPT-NeoX and Gemma add as tokens, are no roles.
+        breaks, which GPT-NeoX and Gemma add as tokens, are not roles.
         """
         added = tokenizer.added_tokens.items()
         written = {name: i for name, i in added if name.strip() and name in self.source}
@@ -173,7 +173,7 @@ class ChatTemplate:
 
         Raises:
           UserError: the template refuses the conversation, or writes a beginning of it
-            otherwise once it goes on.
+            otherwise once it continues.
         """
         guarded = self.guarded(tokenizer)
         marks = _marks(guarded, messages)

@@ -69,7 +69,7 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
 def names_below(folder: str) -> list[str] | None:
     """Lists the files in a folder and its folders, sorted, by their places in it.
 
-    None: it is no folder. Hidden files and folders are left out.
+    None: it is not a folder. Hidden files and folders are left out.
     """
     return _place_of(folder).below(folder)
 
@@ -144,7 +144,7 @@ class _Stores:
         if folder.startswith("https://"):
             return None
         store = open_store(folder)
-        # An object is no folder; who may read it need not be allowed to list others.
+        # An object is not a folder; who may read it need not be allowed to list others.
         if store.size() is not None:
             return None
         names = (PurePosixPath(name) for name in store.sizes() if name)

@@ -163,7 +163,7 @@ class PreparedStream:
                 f"the shards in {self._paths[0].parent} are damaged ({error}): "
                 "prepare the data again"
             ) from error
-        # A shard of right size and wrong content would shift every token behind it.
+        # A shard of right size and wrong content would shift every token after it.
         if len(source) != -(-self.tokens // self._manifest.block):
             raise UserError(
                 f"the shards in {self._paths[0].parent} hold {len(source)} "

@@ -62,7 +62,7 @@ class Partial:
 
         Args:
           folder: is there.
-          of: what is prepared and how, plain JSON: only the same goes on.
+          of: what is prepared and how, plain JSON: only the same continues.
 
         Raises:
           UserError: it is another preparation, or damaged.

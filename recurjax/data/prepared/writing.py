@@ -125,7 +125,7 @@ def prepare(
     closing(tokenizer, ends)
     out = Path(out).expanduser()
     reading = read_corpus(corpus)
-    # All that decides what is written: only the same call goes on with its work.
+    # All that decides what is written: only the same call continues with its work.
     of = {
         "corpus": repr(corpus),
         "size": reading.total,
@@ -178,18 +178,18 @@ def merge(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> PreparedManifest:
-    """Joins the parts that `prepare` wrote to what it would have written at once.
+    """Joins parts that `prepare` wrote into what one call would have written.
 
-    The tokens, the files they lie in and the manifest are the same, byte for byte.
+    The tokens, their files and the manifest are the same, byte for byte.
 
     Args:
       parts: the directories, in any order.
-      out: the new directory; it appears complete or not at all.
-      progress: is called now and then.
+      out: the new directory; it is written atomically.
+      progress: is called from time to time.
 
     Raises:
-      UserError: `out` is taken, a directory is no part, one is missing or there twice,
-        or they are parts of different preparations.
+      UserError: `out` is taken, a directory is not a part, one is missing or there
+        twice, or they are parts of different preparations.
     """
     out = Path(out).expanduser()
     by_part = _parts([Path(part).expanduser() for part in parts])
@@ -389,7 +389,7 @@ def _write_tokens(
     # Shards end at record borders, so that token t is in record t // BLOCK throughout.
     writer = ShardWriter(partial.folder, records_of(shard_tokens), done.shards)
     size = BLOCK * dtype.itemsize
-    # Eight bytes a document: lists of Python's numbers would take five times as much.
+    # Eight bytes per document: lists of Python's numbers would take five times as much.
     starts = array("q", np.asarray(done.starts, np.int64).tobytes())
     document_bytes = array("q", np.asarray(done.document_bytes, np.int64).tobytes())
     tokens, text_bytes = done.tokens, done.text_bytes
@@ -442,7 +442,7 @@ def _write_tokens(
 
 
 def _counted(manifests: Sequence[PreparedManifest]) -> int:
-    """Sums what all parts counted; 0: one of them did not."""
+    """Sums the counts of all parts; 0: a part has none."""
     counts = [manifest.counted_bytes for manifest in manifests]
     return sum(counts) if all(counts) else 0
 

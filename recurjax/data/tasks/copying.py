@@ -112,7 +112,7 @@ class Copy:
         if split == "train":
             return train
         low, high = self.validation_shortest, self.validation_longest
-        # A length of 0 is no None: it is refused where the task is made.
+        # A length of 0 is not None: the task refuses it.
         return (
             train[0] if low is None else low,
             train[1] if high is None else high,

@@ -176,7 +176,7 @@ class TaskDataset:
         seed: int | None = None,
         in_order: bool | None = None,
     ) -> RowLoader:
-        """Makes batches of `batch` rows of `length` places.
+        """Returns batches of `batch` rows of `length` places.
 
         Rows shorter than `length` are filled up on the right with places that ask
         nothing. Those for training are endless: new rows for ever, or all rows of a

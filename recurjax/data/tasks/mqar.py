@@ -112,7 +112,7 @@ class Mqar:
         targets = np.full(length, IGNORED, np.int32)
         # The target is at the query itself: the state there must name the value.
         targets[at] = values
-        # Token 0 is no key: it marks the places without one.
+        # Token 0 is not a key: it marks the places without one.
         free = ids == 0
         if self.random_non_queries:
             ids[free] = rng.integers(self.vocabulary, size=int(free.sum()))

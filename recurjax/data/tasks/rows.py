@@ -67,7 +67,7 @@ class Task(Protocol):
         ...
 
     def longest(self, split: Split) -> int:
-        """Says how many places the longest row of a split has."""
+        """Returns how many places the longest row of a split has."""
         ...
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
@@ -107,7 +107,7 @@ def row_of(task: Task, *, seed: int, split: Split, number: int) -> TaskRow:
 
 
 def held_out(ids: Int32[np.ndarray, " T"]) -> bool:
-    """Tells whether a row may be tested on only; else it may be learned from only."""
+    """Returns whether a row may be tested on only; else it may be learned from only."""
     # Little-endian 32 bits whatever the machine: the hash decides the split for all.
     digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % HELD_OUT == 0

@@ -40,7 +40,7 @@ class StateTracking(RangeChecks):
 
     @property
     def vocabulary(self) -> int:
-        """One token an element."""
+        """One token per element."""
         return len(multiplication(self.group))
 
     def count(self, split: Split) -> int | None:

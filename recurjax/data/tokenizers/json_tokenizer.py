@@ -57,7 +57,7 @@ def byte_characters() -> tuple[str, ...]:
 
     GPT-2's alphabet: printable Latin-1 is itself, other bytes follow from 256 on.
     """
-    # The bytes that are no printable characters get the code points from 256 on, in
+    # The bytes that are not printable characters get the code points from 256 on, in
     # order.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (value for value in range(256) if value not in printable)
@@ -410,7 +410,7 @@ class JsonTokenizer:
         count = len(alone.ids)
         if joint.ids[:count] != alone.ids:
             return None
-        # Bytes of one character may lie on both sides; so may the text of one token.
+        # Bytes of one character may be on both sides; so may the text of one token.
         if any(end > len(before) for _, end in joint.offsets[:count]):
             return None
         return np.array(joint.ids[count:], np.int32)
@@ -512,9 +512,9 @@ class JsonTokenizer:
 class _PieceStream:
     """Decodes tokens that are not of bytes, each by a constant amount of work.
 
-    The library decodes the new tokens behind the last ordinary one, whose own text is
+    The library decodes the new tokens after the last ordinary one, whose own text is
     cut off: what a decoder does at the beginning of a text happens there only. Tokens
-    of byte fallback wait for the rest of their character; a byte that is no text
+    of byte fallback wait for the rest of their character; a byte that is not text
     becomes U+FFFD when its run ends.
     """
 
@@ -528,7 +528,7 @@ class _PieceStream:
         self._last: int | None = None  # the last ordinary token
         self._begun = False  # whether any text was written
         self._waiting: list[int] = []  # tokens of an unfinished character
-        self._spoiled = False  # whether this run of bytes has one that is no text
+        self._spoiled = False  # whether this run of bytes has one that is not text
         self._skipped = 0  # how many of these belong to the skipped text
 
     def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
@@ -572,8 +572,8 @@ class _PieceStream:
                 return self._replaced()
             bytes(self._bytes_of[i] for i in self._waiting).decode()
         except UnicodeDecodeError as error:
-            # The beginning of a character waits for its rest; anything else is no text,
-            # and neither is what follows in the same run.
+            # The beginning of a character waits for its rest; anything else is not
+            # text, and neither is what follows in the same run.
             self._spoiled = error.reason != "unexpected end of data"
             return self._replaced() if self._spoiled else ""
         # A character belongs to the text that its first byte is in.
@@ -592,7 +592,7 @@ class _PieceStream:
         return "\ufffd" * count
 
     def _behind(self, ids: list[int]) -> str:
-        """Decodes tokens as they read behind the text so far."""
+        """Decodes tokens as they read after the text so far."""
         if self._last is not None:
             before = self._decoded([self._last])
             text = self._decoded([self._last, *ids])[len(before) :]
@@ -679,7 +679,7 @@ class _EncodedRow(NamedTuple):
         return "".join(self.pieces)
 
     def missed(self, encoding: tokenizers.Encoding) -> list[bool]:
-        """Tells which of the parts that are tokens did not become one."""
+        """Returns which of the parts that are tokens did not become one."""
         owned = self.cut(encoding)
         return [
             isinstance(part, int) and part not in ids

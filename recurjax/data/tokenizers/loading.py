@@ -252,7 +252,7 @@ def load_tokenizer(
 
     Args:
       path: the file, or a folder written by `Tokenizer.save` or by Hugging Face; either
-        may lie in a store (gs://, s3://).
+        may be in a store (gs://, s3://).
       bos: name of the BOS token; None: see `recurjax.data.config.TokenizerFile`.
       eos: name of the EOS token, likewise.
 

@@ -57,7 +57,7 @@ class Symbols(NamelessTokens):
         """Reads numbers.
 
         Raises:
-          UserError: a word is no number of a symbol.
+          UserError: a word is not a number of a symbol.
         """
         words = text.split()
         for word in words:

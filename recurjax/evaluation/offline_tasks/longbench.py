@@ -61,7 +61,7 @@ def write_tasks(folder: Path, to: Path, *, window: int) -> None:
 
     Args:
       folder: `data` in LongBench's data.zip.
-      to: gets one YAML file a task, "offline_longbench_NAME".
+      to: gets one YAML file per task, "offline_longbench_NAME".
       window: tokens of a prompt and its answer.
 
     Raises:

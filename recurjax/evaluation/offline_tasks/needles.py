@@ -260,7 +260,7 @@ def share_of_set(answer: str, needles: Sequence[str]) -> float:
     many is wrong. Source: RAT, appendix C.4. A sentence's end and an "and" before the
     last part do not count as part of it.
     """
-    # Only the first line is the answer; models often go on to a next question.
+    # Only the first line is the answer; models often continue to a next question.
     parts = {
         part.strip().removeprefix("and ").strip().rstrip(".").lower()
         for part in answer.strip().split("\n")[0].split(",")

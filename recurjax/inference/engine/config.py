@@ -142,7 +142,7 @@ class Request:
       logprobs: of each token, where the settings ask for it.
       top: for each token, the likeliest in its place and their logprobs.
       reason: "eos" (or another stop token), "stop" (a string), "length", "cancelled",
-        "not_finite"; None while it goes on.
+        "not_finite"; None while it continues.
       aux: what the reading of its prompt had to report, see `Decoder.prefill`.
       reused: tokens of the prompt that a kept state saved from being read.
       submitted, started, ended: seconds of `time.monotonic`; of the first token, and of

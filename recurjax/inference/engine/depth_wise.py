@@ -130,7 +130,7 @@ class DepthWise(OverDepth):
             cache = stack.fill_ticks(x, leaving, cache, weights)
         ran, loops = depth.ran, depth.loop + 1
         if ran is not None:
-            # Out of range is dropped: a token that goes on has not come to its count.
+            # Out of range is dropped: a token that continues has not come to its count.
             at = jnp.where(leaves, depth.position, ran.shape[1])
             ran = ran.at[jnp.arange(at.shape[0]), at].set(loops, mode="drop")
         slots = slots._replace(
@@ -173,7 +173,7 @@ class Verified(OverDepth):
     lane l runs loop l, and its token moves to lane l + 1. Once the rule trusts a
     token's state, its likeliest successor enters lane 0 as a guess. When a token leaves
     the last lane, the full model has said what follows it. A guess that says the same
-    goes on; another one is rolled back, with all that started from it. Only what the
+    continues; another one is rolled back, with all that started from it. Only what the
     full model said is handed out, so that greedy texts are its own, whatever the rule;
     good guesses make them come sooner.
 
@@ -210,7 +210,7 @@ class Verified(OverDepth):
         length: Int[Array, ""],
         limit: Int[Array, ""],
     ) -> tuple[Cache, Pipeline]:
-        """The first new token enters lane 0; it is no guess."""
+        """The first new token enters lane 0; it is not a guess."""
         stack = exits_of(model)
         pipeline: Pipeline = slots.depth
         pipeline = pipeline._replace(
@@ -249,7 +249,7 @@ class Verified(OverDepth):
         # All other lanes hold successors of that token.
         live = live & ~wrong[:, None] & slots.active[:, None]
 
-        # Only the newest token has no guess yet; the others go on.
+        # Only the newest token has no guess yet; the others continue.
         score = scores(self.kind, head, loop, before, x, normed, logits)
         sure = live & (pipeline.guess < 0) & (score > slots.params.threshold[:, None])
         sure &= (pipeline.position < pipeline.last[:, None]) & (loop < R - 1)

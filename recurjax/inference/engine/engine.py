@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """How many slots hold a request that goes on."""
+        """How many slots hold a request that continues."""
         return sum(request is not None for request in self._rows)
 
     @property
@@ -219,7 +219,7 @@ class Engine:
         """Reads prompts into free slots, then draws some tokens for every slot.
 
         Returns:
-          The requests that have new tokens or came to their end.
+          The requests that have new tokens or have ended.
         """
         firsts = self._fill()
         # Decoding is under way while the host looks at the first tokens.
@@ -285,7 +285,7 @@ class Engine:
 
     def _stops(self, settings: RequestSettings) -> set[int]:
         stops = set(settings.stop_tokens)
-        # A request may go on past the end of a text, for benchmarks.
+        # A request may continue past the end of a text, for benchmarks.
         if self._eos is not None and not settings.ignore_eos:
             stops.add(self._eos)
         return stops
@@ -453,7 +453,7 @@ class Engine:
         return _Call(rows, outputs, steps)
 
     def _collect(self, call: _Call | None) -> list[Request]:
-        """Waits for what a call drew, and hands it out."""
+        """Waits for the tokens that a call drew, and passes them to their requests."""
         if call is None:
             return []
         # One copy from the device for all rows, and not one for each.
@@ -474,7 +474,7 @@ class Engine:
         # The time to the first token.
         if request.started is None:
             request.started = time.monotonic()
-        # Steps in which it drew nothing lie between, where tokens leave early.
+        # Steps in which it drew nothing are between, where tokens leave early.
         for n in np.flatnonzero(column != NO_TOKEN).tolist():
             if request.done:  # a stop string, which only the host sees, ended it
                 return

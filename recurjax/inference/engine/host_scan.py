@@ -111,7 +111,7 @@ class HostScan:
 
 
 def scans_weights(traced: Any, arguments: Sequence[Any], *, known: int) -> bool:
-    """Says whether a traced function scans over its known arguments."""
+    """Returns whether a traced function scans over its known arguments."""
     counts = [len(jax.tree.leaves(argument)) for argument in arguments]
     first = sum(counts[:known])
     flags = [n < first for n in range(sum(counts))]
@@ -389,7 +389,7 @@ class _Tape:
 
 
 def _runs_on_host(eqn: JaxprEqn, weights: Sequence[bool]) -> bool:
-    """Says whether an operation scans over weights, or calls what does.
+    """Returns whether an operation scans over weights, or calls what does.
 
     Args:
       weights: which of its operands are weights.

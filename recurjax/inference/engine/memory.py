@@ -111,7 +111,7 @@ def _free_bytes_here() -> int:
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     with suppress(OSError):
-        # Files that the system keeps in memory give way: they do not count as used.
+        # The system drops cached files on demand: they do not count as used.
         match = re.search(r"MemAvailable:\s*(\d+) kB", _MEMINFO.read_text())
         if match is not None:
             return int(match[1]) << 10

@@ -59,7 +59,7 @@ class PrefixCache:
         *,
         adapter: int = 0,
     ) -> None:
-        """Keeps the state of a text; nothing when it alone is more than the pool."""
+        """Keeps the state of a text, unless it alone exceeds the pool."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((cache, last)))
         # One text larger than the pool would empty it and not fit.
         if size > self.most_bytes or len(tokens) == 0:
@@ -77,7 +77,7 @@ class PrefixCache:
     def find(
         self, tokens: Int32[np.ndarray, " T"], adapter: int = 0
     ) -> CachedPrefix | None:
-        """Returns the state of the longest beginning of a text that it can go on from.
+        """Returns the state of the longest prefix of a text from which it can continue.
 
         A match of the full text needs its `last`, from which the first new token is
         drawn.
@@ -96,7 +96,7 @@ class PrefixCache:
         return None
 
     def has(self, tokens: Int32[np.ndarray, " T"], adapter: int = 0) -> bool:
-        """Says whether a text's state is kept."""
+        """Returns whether a text's state is kept."""
         return _digests(tokens, [len(tokens)], adapter)[len(tokens)] in self._states
 
     def _drop(self, key: bytes) -> None:
@@ -109,7 +109,7 @@ class PrefixCache:
 def _digests(
     tokens: Int32[np.ndarray, " T"], lengths: list[int], adapter: int
 ) -> dict[int, bytes]:
-    """Hashes the beginnings of a text, of rising lengths, in one walk over it."""
+    """Hashes prefixes of a text, of increasing lengths, in one pass."""
     # Little-endian 32 bits, so that the hash of a text is the same on every machine.
     data, start = np.ascontiguousarray(tokens, "<i4"), 0
     hashed = hashlib.sha256(adapter.to_bytes(4, "little"))

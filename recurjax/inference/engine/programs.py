@@ -102,7 +102,7 @@ class Programs:
 
     def compile(self) -> None:
         """Compiles all that a request can need, so that none waits for it later."""
-        if self._spread:  # where arrays lie is known when they are there
+        if self._spread:  # shardings are known once arrays exist
             return
         self._dry = True  # the methods then compile, and return shapes
         slots, row, last = self.empty(), self.fresh(), None
@@ -143,7 +143,7 @@ class Programs:
         )
 
     def fresh(self) -> Cache:
-        """Makes an empty cache of one row; a cache of zeros is not copied there."""
+        """Creates an empty cache of one row; a cache of zeros is not copied there."""
         sizes: Any = {"length": self._config.length}
         if self._mesh is not None and self._row_layout is None:
             # Let the compiler choose the cache's sharding.
@@ -174,7 +174,7 @@ class Programs:
         return self.widths[fits - 1]
 
     def reads_together(self, prompts: int, width: int) -> bool:
-        """Says whether one call for all slots reads prompts sooner than a call each.
+        """Returns whether one call for all slots reads prompts sooner than a call each.
 
         Args:
           prompts: how many; the call pads to all slots.
@@ -255,7 +255,7 @@ class Programs:
         params: SamplingParams,
     ) -> tuple[Slots, Outputs]:
         """See `slots.admit`; `slots` is donated."""
-        # V is no token: what is padded marks nothing as seen.
+        # V is not a token: what is padded marks nothing as seen.
         padded = np.full(self._config.length, self._model.config.vocabulary, np.int32)
         padded[: len(prompt)] = prompt
         number, text, params = self._place((np.int32(row), padded, params))
@@ -294,7 +294,7 @@ class Programs:
         )
 
     def take(self, slots: Slots, row: int) -> Cache:
-        """Makes a cache of one row of a slot's."""
+        """Creates a cache of one row of a slot's."""
         number = self._place(np.array([row], np.int32))
         return self._call(
             "take", _take, self._model, slots.cache, number, out=self._row_layout

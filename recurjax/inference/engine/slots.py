@@ -71,7 +71,7 @@ def sampling_params(
       threshold: of a request that names none.
       adapters: how many the model has, none of them included; 0: it has not several.
     """
-    # -1 is no token: unused places end nothing.
+    # -1 is not a token: unused places end nothing.
     ends = np.full((1, MOST_STOPS), -1, np.int32)
     ends[0, : len(stops)] = sorted(stops)
     named = settings.threshold
@@ -97,7 +97,7 @@ class Slots(NamedTuple):
       depth: where tokens are in the stack, where a strategy leaves them there; or None.
       newest: the token that the model has not read yet.
       seen: which tokens a slot's text contains, its prompt's too.
-      active: slots whose request goes on.
+      active: slots whose request continues.
       drawn: how many tokens its request has drawn.
     """
 
@@ -144,7 +144,7 @@ class DecodeStrategy(Protocol):
         ...
 
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Any]:
-        """Makes the cache of free slots, and their `depth`."""
+        """Creates the cache of free slots, and their `depth`."""
         ...
 
     def put(
@@ -347,7 +347,7 @@ def admit(
 
     Args:
       cache, last: of its full prompt, from `read_piece`.
-      prompt: its tokens, padded with V, which is no token.
+      prompt: its tokens, padded with V, which is not a token.
     """
     seen = jnp.zeros((1, model.config.vocabulary), bool)
     seen = seen.at[0, prompt].set(True, mode="drop")

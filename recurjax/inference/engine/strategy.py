@@ -49,7 +49,7 @@ def refuse_engine(
     tokenizer: Tokenizer | None,
     mesh: Mesh | None,
 ) -> str | None:
-    """Says what speaks against an engine, or None; before anything is compiled."""
+    """Returns what speaks against an engine, or None; before anything is compiled."""
     reason = model.refuses_prefill(config.prefill)
     if reason is None and mesh is not None:
         reason = model.stack.refuses(mesh, config.length)

@@ -11,7 +11,7 @@ Without a window, bands see stretches of keys from the first to the band's own e
 one, all blocks are alike: each sees its own keys and as many before it as the window
 reaches back.
 
-Logits lie as [keys, rows]: maxima and sums over keys then run along the vectors of a
+Logits are [keys, rows]: maxima and sums over keys then run along the vectors of a
 CPU, which has no fast sum along them.
 """
 
@@ -109,8 +109,8 @@ class BandCut:
       units: how many units run at once; a divisor of all.
       rows: queries of a head in a block.
       bands: of all queries, the last one filled up with padding.
-      padded: T and the padding behind it.
-      before, after: keys of padding in front of the first and behind the last.
+      padded: T and the padding after it.
+      before, after: keys of padding in front of the first and after the last.
     """
 
     units: int

@@ -90,7 +90,8 @@ class Past(NamedTuple):
     Attributes:
       keys, values: of at least as many tokens as the window, heads as the queries'.
       documents: their documents' numbers, where the call has some.
-      start: position of the call's first token; tokens before position 0 are no tokens.
+      start: position of the call's first token; tokens before position 0 are not
+        tokens.
     """
 
     keys: Float[Array, "B P H E"]

@@ -56,7 +56,7 @@ class KeyValueCache(NamedTuple):
 def empty_key_value_cache(
     layers: int, batch: int, slots: int, key_heads: int, head_width: int, dtype
 ) -> KeyValueCache:
-    """Makes a cache of zeros at position 0."""
+    """Creates a cache of zeros at position 0."""
     shape = (layers, batch, slots, key_heads, head_width)
     return KeyValueCache(
         keys=jnp.zeros(shape, dtype),
@@ -151,11 +151,11 @@ _MOST_TOKENS, _MOST_WRITES = 8, 512
 """Tokens of a row, and of a device, that are written one by one: each is an operation
 to compile."""
 _BY_SLOTS = Layout((0, 1, 3, 4, 2))
-"""Of a cache whose slots lie side by side."""
+"""For a cache whose slots are contiguous."""
 
 
 def _lies_by_slots(cache: KeyValueCache) -> bool:
-    """Whether slots lie side by side better than channels: on TPU, of narrow heads.
+    """Whether slots should be contiguous, not channels: on TPU, of narrow heads.
 
     A TPU's memory has 128 numbers side by side. A cache comes with its slots there when
     heads have fewer channels, but a scatter wants channels, fills them up, and keeps

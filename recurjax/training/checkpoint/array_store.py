@@ -240,7 +240,7 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine in a new event loop; after an error, what it had started too.
 
     Orbax closes the loop at the first error: each read and write still under way then
-    prints a traceback, and writes go on into a directory that is being removed.
+    prints a traceback, and writes continue into a directory that is being removed.
     """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

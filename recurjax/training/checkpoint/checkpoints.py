@@ -144,7 +144,7 @@ class Checkpoints:
         Raises:
           UserError: the save before this one failed, the directory cannot be written,
             or it holds a later step or other arrays at this step.
-          ValueError: a leaf that is no jax.Array, or a data_state that is not JSON.
+          ValueError: a leaf that is not a jax.Array, or a data_state that is not JSON.
         """
         # One save at a time: the last one is on disk before the next begins.
         self.wait()

@@ -28,7 +28,7 @@ _BETAS = (0.8, 0.95)
 class MuonAdamW(RangeChecks):
     """Muon and AdamW side by side, with nanochat's groups and scaling rules.
 
-    Every rate follows the schedule and is multiplied by sqrt(tokens a batch / 2^19);
+    Every rate follows the schedule and is multiplied by sqrt(tokens per batch / 2^19);
     the embeddings' and the head's also by (D / 768)^-1/2. Only Muon's matrices decay:
     by weight_decay (12 / L)^2, linearly to 0 over the run. AdamW has betas (.8, .95),
     those of the input scales (.96, .95), and eps 1e-10. Batch, D and L are the run's

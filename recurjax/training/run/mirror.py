@@ -184,7 +184,7 @@ class Mirror:
 
         Args:
           name: of the file.
-          steps: the checkpoints that lie in this folder.
+          steps: the checkpoints in this folder.
         """
         path, step = PurePosixPath(name).parts, _step(name)
         if _is_set_aside(name):

@@ -39,7 +39,7 @@ class TrainingProgress:
 
         Args:
           console: where to.
-          experiment: gives steps, tokens a step and the variant's own FLOP count.
+          experiment: gives steps, tokens per step and the variant's own FLOP count.
           log: a file that gets every line with its time; None for none.
           devices: that share the work.
         """

@@ -51,8 +51,8 @@ class RunDirectory:
 
     def __init__(self, root: Path):
         """Touches nothing on disk; a `~` at the root's begin is the user's home."""
-        # Here once for all files of a run: were it left to those who open them, some
-        # would lie in the user's home and some in a folder named `~`.
+        # Expand `~` once for all files of a run: otherwise some would be in the user's
+        # home and some in a folder named `~`.
         self.root = root = Path(os.path.expanduser(root))
         self.config = root / "config.json"
         self.metrics = root / "metrics.jsonl"
@@ -100,7 +100,7 @@ class RunDirectory:
         return differences(_comparable(experiment), _comparable(stored))
 
     def check_resumable(self, experiment: Experiment) -> None:
-        """Refuses to go on here with an experiment that is not the run's own.
+        """Refuses to resume here with an experiment that is not the run's own.
 
         Raises:
           UserError: the run is another experiment's (the differing fields are named),
@@ -183,7 +183,7 @@ class RunDirectory:
         """Drops metrics and samples of steps after `step`: they will be made again.
 
         Returns:
-          A sentence when metrics.jsonl has lines that are no rows: they are left out,
+          A sentence when metrics.jsonl has lines that are not rows: they are left out,
           and a copy of the original file is kept next to it.
         """
         if self.samples.is_file():
@@ -274,7 +274,7 @@ def load_run(
     Args:
       path: the run directory; one in a bucket is copied for the time of this call.
       step: the checkpoint of this step instead.
-      mesh: where to lay the parameters out; None: on one device.
+      mesh: devices that hold the parameters; None: one device.
       weights: in which dtype; "stored": as the checkpoint has them; None: so too, but
         integers as float32, which every caller can read.
       report: gets a sentence for each checkpoint that is damaged.
@@ -364,7 +364,7 @@ def load_saved(
     mesh: Mesh | None = None,
     report: Callable[[str], None] = print,
 ) -> LoadedRun:
-    """Loads what a run's checkpoint holds: of adapters the trained part alone.
+    """Loads a run's checkpoint; of a run of adapters only the trained part.
 
     Args, Raises: as `load_run`, of a folder.
     """
@@ -514,7 +514,7 @@ def check_start(experiment: Experiment, tokenizer: Tokenizer) -> None:
     """Refuses, before anything is trained, parameters that do not fit.
 
     Raises:
-      UserError: `training.start_from` is no run directory, or has another model (the
+      UserError: `training.start_from` is not a run directory, or has another model (the
         first few differences are named) or another tokenizer.
     """
     start = experiment.training.start_from
@@ -532,8 +532,8 @@ def check_frozen(experiment: Experiment, tokenizer: Tokenizer) -> None:
     """Refuses, before anything is trained, a frozen model that is not as described.
 
     Raises:
-      UserError: `objective.frozen.run` is no run directory, or has another model than
-        `objective.frozen.model` or another tokenizer than this run.
+      UserError: `objective.frozen.run` is not a run directory, or has another model
+        than `objective.frozen.model` or another tokenizer than this run.
     """
     frozen = experiment.objective.frozen
     if frozen is not None:

@@ -1,10 +1,10 @@
 """The lock of a run directory: who holds it, whether they live, and taking over.
 
-Two processes that train in one directory would destroy each other's files: the second
+Two processes in one directory would destroy each other's files: the second
 rewinds metrics.jsonl under the first and removes its save in flight. So process 0 of a
 run holds `ROOT/lock`, from before it reads anything there until it ends. The file says
 who holds it (host, process, since when), and the holder touches it every few seconds.
-Of a run in a bucket the lock is an object there.
+A run in a bucket has its lock as an object there.
 
 A lock whose holder died is taken over: on the same machine the kernel says at once
 whether that process lives; of another machine the lock itself says it, by staying

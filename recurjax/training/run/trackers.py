@@ -1,7 +1,7 @@
 """Describes a run to wandb and MLflow, and in starts.jsonl.
 
-Both know a run by an id. It is kept in the run directory, so that a resumed run goes on
-where it was, and another run of the same name is another one.
+Both know a run by an id. It is kept in the run directory, so that a resumed run
+continues where it was, and another run of the same name is another one.
 """
 
 import json

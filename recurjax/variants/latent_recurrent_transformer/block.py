@@ -215,7 +215,7 @@ class LatentBlock(nnx.Module):
         self.w_out = nnx.Param(out)
         mlp = MlpConfig(kind="relu_squared", width=config.mlp_width)
         self.mlp = Mlp(mlp, D, init, rngs=rngs, **depth)
-        # Each scale is a number a layer, and starts where the layer is nanochat's.
+        # Each scale is a number per layer, and starts where the layer is nanochat's.
         scalar = lambda value: nnx.Param(jnp.asarray(value, jnp.float32))  # noqa: E731
         mixes = config.input_mixing != "none"
         self.residual_scale = scalar(1.0) if config.residual_scales else None

@@ -20,7 +20,7 @@ class MemoryConfig:
         without memory, which doubles the cost of a decoded token.
       combine: of several lags: "average", with learned weights, or "sum".
       projection: the keys' and values' projection of the memory: one for all layers
-        ("shared") or one a layer ("layerwise").
+        ("shared") or one per layer ("layerwise").
       keys, values: whether the memory enters them; a side that it does not enter has
         no gate.
       residual: whether it is added to each block's input.
@@ -211,7 +211,7 @@ class LatentRecurrentTransformerConfig(StackFacts):
         )
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs of one pass a token, embedding and head aside.
+        """Counts training FLOPs of one pass per token, without embedding and head.
 
         6 a weight of every matrix product and 12 H E min(w, T) a layer for attention,
         w its window. Source: nanochat's count. An objective of several passes costs

@@ -49,7 +49,7 @@ class Interleaved(RangeChecks):
     calls_model: ClassVar[bool] = False
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so: its memory, or its length."""
+        """Returns why a model cannot be trained so: its memory, or its length."""
         stack = model.stack
         if (reason := _refuses(stack)) is not None:
             return reason
@@ -160,7 +160,7 @@ class Chunked(RangeChecks):
     calls_model: ClassVar[bool] = False
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so: no memory of earlier tokens."""
+        """Returns why a model cannot be trained so: no memory of earlier tokens."""
         stack = model.stack
         if (reason := _refuses(stack)) is not None:
             return reason

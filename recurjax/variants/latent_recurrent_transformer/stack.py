@@ -105,7 +105,7 @@ class LatentRecurrentTransformerStack(
         self.lag_logits, self.source_logits = logits(lags), logits(sources)
 
     def init_cache(self, batch: int, length: int, dtype) -> LatentCache:
-        """Makes the cache for `length` tokens a row; 0 is the training cache.
+        """Creates the cache for `length` tokens per row; 0 is the training cache.
 
         Args:
           dtype: of keys and values; the states have it too.
@@ -299,7 +299,7 @@ class LatentRecurrentTransformerStack(
         return x, cache, {"largest change of a state in the last sweep": residual}
 
     def refuses_prefill(self, by: str) -> str | None:
-        """Says why prompts cannot be read in a way, or None when they can."""
+        """Returns why prompts cannot be read in a way, or None when they can."""
         kind, _, count = by.partition(":")
         if kind != "sweeps" or not count.isdecimal() or int(count) < 1:
             return f'prefill must be "exact" or like "sweeps:4", got {by!r}'
@@ -506,7 +506,7 @@ class LatentRecurrentTransformerStack(
         cache: LatentCache,
         tokens: Tokens,
     ) -> PassOutput:
-        """Runs T more tokens of every row behind the cached ones.
+        """Runs T more tokens of every row after the cached ones.
 
         Args:
           memory: what enters them; None: zero.

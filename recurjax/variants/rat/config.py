@@ -199,7 +199,7 @@ class RatConfig(StackFacts):
             )
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+        """Counts training FLOPs per token at length T, without embedding and head.
 
         6 a weight of every matrix product, and 12 H E a key that a position sees: all
         T / C chunks for RAT (forward and backward; the causal half is not discounted).

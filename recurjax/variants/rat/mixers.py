@@ -197,7 +197,7 @@ class RatMixer(nnx.Module):
         )
 
     def init_cache(self, layers: int, batch: int, length: int, dtype) -> RatCache:
-        """Makes an empty cache for `length` tokens a row of `layers` such layers."""
+        """Creates an empty cache for `length` tokens a row of `layers` such layers."""
         H, E = self.config.heads, self.config.head_width
         # The cache grows by a chunk's end, not by a token: C times fewer keys and
         # values.
@@ -420,7 +420,7 @@ class RnnCache(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Says whether anything is kept: 0 or the number of channels."""
+        """Returns whether anything is kept: 0 or the number of channels."""
         return self.state.shape[2]
 
 
@@ -451,7 +451,7 @@ class RnnMixer(nnx.Module):
         )
 
     def init_cache(self, layers: int, batch: int, length: int, dtype) -> RnnCache:
-        """Makes an empty cache: its size does not depend on the length, unless 0."""
+        """Creates an empty cache: its size does not depend on the length, unless 0."""
         channels = self.config.heads * self.config.head_width if length else 0
         state = jnp.zeros((layers, batch, channels), state_dtype(dtype))
         return RnnCache(state, **start(batch))
@@ -539,7 +539,7 @@ class ReversedRatMixer(nnx.Module):
     def init_cache(
         self, layers: int, batch: int, length: int, dtype
     ) -> ReversedRatCache:
-        """Makes an empty cache: one chunk of keys and values, whatever the length."""
+        """Creates an empty cache: one chunk of keys and values, whatever the length."""
         H, E = self.config.heads, self.config.head_width
         # Attention looks no further back than the chunk's first token; all before it is
         # in the one state.
@@ -707,7 +707,7 @@ class AttentionMixer(nnx.Module):
         )
 
     def init_cache(self, layers: int, batch: int, length: int, dtype) -> KeyValueCache:
-        """Makes an empty cache for `length` tokens, or for the window if it is less."""
+        """Creates an empty cache for `length` tokens, or the window if that is less."""
         a, window = self.config.attention, self.config.window
         # A query sees `window` tokens back and itself.
         slots = slots_for(length, window)

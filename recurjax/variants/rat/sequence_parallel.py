@@ -31,7 +31,7 @@ from recurjax.variants.rat.config import (
 
 
 def obstacle(config: RatConfig, length: int, count: int) -> str | None:
-    """Says why rows of `length` tokens cannot lie over `count` shards, or None."""
+    """Returns why rows of `length` tokens cannot lie over `count` shards, or None."""
     if length % count:
         return f"a row of {length} tokens does not divide into {count} shards"
     reasons = (_obstacle(mixer, length // count) for mixer in config.pattern)
@@ -39,7 +39,7 @@ def obstacle(config: RatConfig, length: int, count: int) -> str | None:
 
 
 def check(mixer: MixerConfig, length: int) -> None:
-    """Raises ValueError when rows of `length` tokens cannot lie over the shards."""
+    """Raises ValueError when rows of `length` tokens cannot be sharded."""
     count = sequence_shards()
     reason = f"a row of {length} tokens does not divide into {count} shards"
     if length % count == 0:

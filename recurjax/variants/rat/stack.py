@@ -72,7 +72,7 @@ class RatStack(CacheRows, nnx.Module):
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
-        """Makes the cache for `length` tokens a row.
+        """Creates the cache for `length` tokens per row.
 
         Args:
           length: 0 for the training cache, which keeps nothing.
@@ -87,10 +87,10 @@ class RatStack(CacheRows, nnx.Module):
         return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says why rows of `length` tokens cannot train on a mesh, or None."""
+        """Returns why rows of `length` tokens cannot train on a mesh, or None."""
         if reason := refuse_stages(mesh, type(self.config).__name__):
             return reason
-        # One part a row is no cut at all.
+        # One part a row is not a cut at all.
         shards = mesh.shape[SEQUENCE_AXIS]
         reason = None if shards == 1 else obstacle(self.config, length, shards)
         return None if reason is None else f"mesh.sequence = {shards}: {reason}"

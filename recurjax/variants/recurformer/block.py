@@ -241,7 +241,7 @@ def in_even_groups(
 
 
 def document_starts(segments: Array) -> Bool[Array, "B T"]:
-    """Tells where a row's next document begins."""
+    """Returns where a row's next document begins."""
     changes = segments[:, 1:] != segments[:, :-1]
-    # Position 0 begins a row, not a document behind another one.
+    # Position 0 begins a row, not a document after another one.
     return jnp.pad(changes, ((0, 0), (1, 0)))

@@ -100,11 +100,11 @@ class RecurFormerConfig(StackFacts):
         return self.transformer.max_length
 
     def heads(self, layer: int) -> "LayerHeads":
-        """Says which heads of a layer attend, and which keys they need."""
+        """Returns which heads of a layer attend, and which keys they need."""
         return split_heads(self.transformer, self.replaced[layer])
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+        """Counts training FLOPs per token at length T, without embedding and head.
 
         As the base's, 6 a weight of every product; layers' heads: `mixing_flops`.
         """

@@ -14,7 +14,7 @@ from recurjax.types import Array
 from recurjax.variants.recurformer.config import MambaConfig
 
 DT_LEAST, DT_MOST = 0.001, 0.1
-"""Steps at the start lie between these, evenly in their logarithm (Mamba's authors)."""
+"""Initial steps are between these, evenly in their logarithm (Mamba's authors)."""
 
 
 class MambaCache(NamedTuple):
@@ -142,7 +142,7 @@ def causal_convolution(
             shifted = jnp.where(same[..., None], shifted, 0)
         y = y + taps[tap].astype(dtype) * shifted
     # The n entries up to each row's last real position.
-    # The last real position of each row; padding behind it is not kept.
+    # The last real position of each row; padding after it is not kept.
     end = jnp.full(B, T) if lengths is None else lengths
     at = end[:, None] + jnp.arange(n)
     inputs = jnp.take_along_axis(row, at[..., None], axis=1)
@@ -197,7 +197,7 @@ class Mamba(nnx.Module):
         )
 
     def init_cache(self, batch: int) -> MambaCache:
-        """Makes the cache before the first token: zeros, always float32 or wider."""
+        """Creates the cache before the first token: zeros, always float32 or wider."""
         I = self.config.expand * self.width
         dtype = jnp.promote_types(self.w_u[...].dtype, jnp.float32)
         return MambaCache(

@@ -35,7 +35,7 @@ class RecurFormerStack(CacheRows, UncutStack[RecurFormerConfig]):
 
     def __init__(self, config: RecurFormerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        # A key a layer, as if the layers were stacked.
+        # A key per layer, as if the layers were stacked.
         keys = jax.random.split(rngs.params(), config.layers)
 
         def block(key: Array, layer: int) -> RecurFormerBlock:
@@ -55,7 +55,7 @@ class RecurFormerStack(CacheRows, UncutStack[RecurFormerConfig]):
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> RecurFormerCache:
-        """Makes the cache for `length` tokens a row.
+        """Creates the cache for `length` tokens per row.
 
         Args:
           length: 0 for the training cache, which keeps nothing.

@@ -69,7 +69,7 @@ class RecurrentTransformerConfig(StackFacts):
                 "RecurrentTransformerConfig: key_heads must divide heads, got "
                 f"{self.key_heads} and {self.heads}"
             )
-        # A tile reads the prefix once: a block must not lie across two of them.
+        # A tile reads the prefix once: a block must not straddle two of them.
         if self.tile is not None and self.tile % self.block:
             raise ValueError(
                 "RecurrentTransformerConfig: tile must be a multiple of block="
@@ -96,7 +96,7 @@ class RecurrentTransformerConfig(StackFacts):
         return longest_sequence(self.position)
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+        """Counts training FLOPs per token at length T, without embedding and head.
 
         6 a weight of every matrix product, keys and values projected twice (from x and
         from z), and 12 H E T a layer for attention, as for the Transformer.

@@ -50,7 +50,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> RecurrentCache:
-        """Makes the cache for `length` tokens a row.
+        """Creates the cache for `length` tokens per row.
 
         Args:
           length: 0 for the training cache, which keeps nothing.
@@ -67,7 +67,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         return empty_cache(*sizes, spec)
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says why it cannot train on a mesh, or None.
+        """Returns why it cannot train on a mesh, or None.
 
         Only the wavefront cuts the layers into stages, each device as many of them.
         """

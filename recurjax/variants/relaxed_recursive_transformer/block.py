@@ -120,7 +120,7 @@ class LoopWeights(NamedTuple):
 
     Attributes:
       vectors: norms and biases, where they are untied: those of the block's leaves that
-        are no matrices, in the block's order.
+        are not matrices, in the block's order.
       adapters: None at rank 0.
     """
 

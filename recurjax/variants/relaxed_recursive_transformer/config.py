@@ -23,7 +23,7 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
       loops: how often the block of K layers is run; 1 is the Transformer itself.
       sharing: which layer of the block is run at depth l: "cycle" l mod K; "sequence"
         l // loops; "cycle_rev" as "cycle", but the last loop backwards.
-      rank: R of the additions (x A) B to every linear map, one pair a depth; capped at
+      rank: R of the additions (x A) B to each linear map, one pair per depth; capped at
         the smaller side of each. 0: none, every loop is the same.
       tie_norms: one loop's norms and biases serve all; off, each depth has its own, as
         it must where a pretrained model is to be recovered.
@@ -86,7 +86,7 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
         return self.transformer.max_length
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token: the L-layer Transformer's, and the additions'.
+        """Counts training FLOPs per token of the L-layer Transformer and the additions.
 
         Sharing saves parameters and no work. 6 a weight, L (N + M) R of them for each
         map from N to M. Deeper loops that read loop 1's keys and values project none.

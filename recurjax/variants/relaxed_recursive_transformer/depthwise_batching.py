@@ -41,7 +41,7 @@ from recurjax.variants.transformer.block import BlockAdditions
 class TickCache(NamedTuple):
     """Keys and values of all loops, for each place in the pattern of layers.
 
-    The N parts behind the rows are the loops, or one where deeper loops read what loop
+    The N parts after the rows are the loops, or one where deeper loops read what loop
     1 wrote. Positions are the caller's: its lanes stand at several.
     """
 
@@ -65,7 +65,7 @@ class DepthwiseBatching:
     def init_ticks(
         self, batch: int, length: int, dtype: Any, *, ahead: int = 0
     ) -> TickCache:
-        """Makes an empty cache for `length` tokens a row.
+        """Creates an empty cache for `length` tokens per row.
 
         Args:
           ahead: how many later tokens may be written before a token has finished

@@ -79,7 +79,7 @@ class Distilled(_Uptraining):
         return self.teacher
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so."""
+        """Returns why a model cannot be trained so."""
         return _refuses_teacher(self.teacher, model)
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
@@ -142,7 +142,7 @@ class Exits(_Uptraining):
         return None if self.distilled is None else self.distilled.teacher
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so."""
+        """Returns why a model cannot be trained so."""
         stack = model.stack
         if not isinstance(stack, RelaxedRecursiveTransformerConfig):
             return (
@@ -248,7 +248,7 @@ class RandomLoops(_Uptraining):
         return None
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so."""
+        """Returns why a model cannot be trained so."""
         stack = model.stack
         if not isinstance(stack, RelaxedRecursiveTransformerConfig):
             return (

@@ -93,7 +93,7 @@ class RelaxedRecursiveTransformerStack(
         return self.config.block_layers // len(self.config.transformer.pattern)
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
-        """Makes the cache for `length` tokens a row; a window's is a ring buffer.
+        """Creates the cache for `length` tokens per row; a window's is a ring buffer.
 
         It has an entry for each depth, or for each layer of the block where deeper
         loops read what loop 1 wrote.
@@ -155,7 +155,7 @@ class RelaxedRecursiveTransformerStack(
         return "share" if self.config.loop_cache == "first" else "propagate"
 
     def refuses_exits(self, missing: Missing) -> str | None:
-        """Says why tokens cannot leave early, or not with these keys and values."""
+        """Returns why tokens cannot leave early, or not with these keys and values."""
         config = self.config
         if config.sharing != "cycle" and config.loops > 1:
             return (
@@ -185,7 +185,7 @@ class RelaxedRecursiveTransformerStack(
         *,
         ran: Int[Array, "B N"] | None = None,
     ) -> tuple[Float[Array, "B T D"], PatternCache]:
-        """Runs one loop, for a caller that decides after each whether to go on.
+        """Runs one loop, for a caller that decides after each whether to continue.
 
         The rows keep their positions until `advance`, when a token has left.
 

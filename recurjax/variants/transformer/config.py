@@ -31,7 +31,7 @@ class LayerKind(NamedTuple):
     position: PositionConfig | None
 
     def slots(self, length: int) -> int:
-        """Returns S of its cache for `length` tokens a row: see `slots_for`."""
+        """Returns S of its cache for `length` tokens per row: see `slots_for`."""
         # A rope that asks for the sequence's length reads it off the cache.
         ring = not (isinstance(self.position, Rope) and self.position.asks_length)
         return slots_for(length, self.window if ring else None)
@@ -135,7 +135,7 @@ class TransformerConfig(StackFacts):
         return longest_sequence(self.attention.position)
 
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+        """Counts training FLOPs per token at length T, without embedding and head.
 
         6 a weight of every matrix product, and 12 H E min(window + 1, T) a layer for
         attention (forward and backward; the causal half is not discounted). Source: the

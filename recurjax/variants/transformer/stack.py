@@ -45,7 +45,7 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
-        """Makes the cache for `length` tokens a row; a window's is a ring buffer.
+        """Creates the cache for `length` tokens per row; a window's is a ring buffer.
 
         Args:
           length: 0 for the training cache, which keeps nothing.
@@ -87,7 +87,7 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
 def empty_cache(
     config: TransformerConfig, entries: Sequence[int], batch: int, length: int, dtype
 ) -> PatternCache:
-    """Makes a cache with as many entries as each of a stack's modules has layers.
+    """Creates a cache with as many entries as each of a stack's modules has layers.
 
     Raises:
       ValueError: learned positions end before `length`.

@@ -10,7 +10,7 @@ class RecurjaxConfig(PretrainedConfig):
 
     Attributes:
       model: the model as decoder_recurjax.py reads it.
-      experiment, step, format: where recurjax goes on from.
+      experiment, step, format: where recurjax continues from.
       use_cache: whether calls without gradients return a cache.
     """
 

@@ -46,7 +46,7 @@ def scaled(scale: nn.Parameter | None, x: Tensor) -> Tensor:
 
 
 def linear(there: bool, inputs: int, outputs: int) -> nn.Linear | None:
-    """Makes a matrix that a model may lack."""
+    """Creates a matrix that a model may lack."""
     return nn.Linear(inputs, outputs, bias=False) if there else None
 
 
@@ -256,7 +256,7 @@ class LatentLayers(nn.Module):
     def step(
         self, x: Tensor, tokens: Tokens, states: list[State]
     ) -> tuple[list[Tensor], list[State]]:
-        """Runs one token; returns x after each layer, and the states behind it."""
+        """Runs one token; returns x after each layer, and the states after it."""
         memory, nothing = self.stack["memory"], torch.zeros_like(x)
         states = [dict(state) for state in states]
         recent = states[-1].get("recent", nothing.repeat(1, max(memory["lags"]), 1))

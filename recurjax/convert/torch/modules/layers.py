@@ -210,7 +210,7 @@ def attend(
     logits = logits.flatten(1, 2)
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    # ALiBi comes after the cap: it is no part of what is capped.
+    # ALiBi comes after the cap: it is not a part of what is capped.
     if bias is not None:
         logits = logits + bias
     # Not -inf: a pad may see no key, and its output has to be a number.
@@ -233,7 +233,7 @@ def put(buffer: Tensor, slots: Tensor, values: Tensor) -> Tensor:
 def room(state: State, name: str, size: int, like: Tensor, fill: int = 0) -> Tensor:
     """Returns a state's buffer [B, size + 1, ...] for what is `like` [B, T, ...].
 
-    The slot behind the last takes what is to be forgotten.
+    The slot after the last takes what is to be forgotten.
     """
     old = state.get(name, like[:, :0])
     shape = (like.shape[0], size + 1 - old.shape[1], *like.shape[2:])

@@ -22,7 +22,7 @@ class RecurjaxCache(Cache):
     """What a model keeps of the tokens that it has read, as `generate` handles it.
 
     A recurrent state cannot be taken back, so there is no `crop`. A copy of the cache
-    (copy.deepcopy) goes on from the same tokens as often as wanted.
+    (copy.deepcopy) continues from the same tokens as often as wanted.
     """
 
     is_compileable = False

@@ -273,7 +273,7 @@ class LoopedLayers(nn.Module):
         A token that left early may have none here.
         """
         k, v = (self.heads(x, name, b, layer, tokens.positions) for name in "kv")
-        # By loop first, then by layer; one a layer where deeper loops read loop 1's.
+        # By loop first, then by layer; one per layer where deeper loops read loop 1's.
         number = layer if self.first else b * self.count + layer
         state = None if states is None else states[number]
         return recalled(k, v, tokens, state, kind_of(self.base, layer)[1])
@@ -327,7 +327,7 @@ def exit_logits(model: Any, ids: Tensor) -> Tensor:
     tokens = model.tokens(ids, None)
     x, exits = model.embedded(tokens), []
     for b in range(layers.loops):
-        # Each loop goes on from the one before, so one pass makes all exits.
+        # Each loop continues from the one before, so one pass makes all exits.
         x = layers.loop(x, b, tokens, None, first)
         exits.append(model.logits(x))
     return torch.stack(exits)
