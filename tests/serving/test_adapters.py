@@ -76,7 +76,7 @@ def test_an_unknown_adapter_is_404_as_openai_says_it(adapting):
     body = {"prompt": "a", "model": "abc:three", **GREEDY}
     status, answer = adapting.ask("/v1/completions", body)
     assert status == 404 and answer["error"] == {
-        "message": "there is no model 'abc:three': it is one of " + ", ".join(NAMES),
+        "message": "there is no model 'abc:three': name one of " + ", ".join(NAMES),
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",
