@@ -85,7 +85,7 @@ class Options(RangeChecks):
       checkout: the authors' or nanochat's code, for `tiled` and `nanochat`.
       lengths: T; none: the case's own.
       batch, width, heads, layers, vocabulary: B, D, H, L, V; None: the case's own.
-      turns: how often each side runs.
+      turns: turns of each side.
       repeats: timed calls of each program in a turn.
       threads: of torch.
     """

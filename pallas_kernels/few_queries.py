@@ -91,6 +91,6 @@ def summed_mixtures(
     in_parts = (
         x[:, :whole].reshape(x.shape[0], -1, part, *x.shape[2:]) for x in (p, v)
     )
-    # Apart from the sum over the parts, which XLA would make one with it again.
+    # Separate from the sum over the parts, with which XLA would fuse it again.
     sums = jax.lax.optimization_barrier(summed(*in_parts, axis=2))
     return jnp.sum(sums, axis=1) + summed(p[:, whole:], v[:, whole:], 1)

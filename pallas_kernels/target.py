@@ -6,7 +6,7 @@ the property it depends on, such as `prefers_unrolled_decode`.
 Programs are made for jax's default device (`jax.default_device`), or this process's
 first one. While it traces, jax does not say which device holds a program's arguments:
 to run one on the CPU of a machine with a GPU, set the default device to the CPU, or use
-`as_if`, as a plan does for devices that are not here. Both are part of the key of jit's
+`as_if`, as a plan does for absent devices. Both are part of the key of jit's
 caches, so that a program traced for one target never runs on another.
 """
 
@@ -90,7 +90,7 @@ def current() -> Target:
 
 
 def as_if(target: Target) -> AbstractContextManager[None]:
-    """Makes tracing choose, in this thread, what it would on the target."""
+    """Makes tracing in this thread choose as on the target."""
     return _SET(target)
 
 

@@ -312,7 +312,7 @@ class ModelConfig:
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence can have; None: no limit."""
+        """Most tokens of a sequence; None: no limit."""
         return self.stack.max_length
 
     def refuses_length(

@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     root = options.runs / stages[-1].name
     recency = _measured(trained, options.window)
-    # Bases other than the first, and rates and steps of one's own, have directories of
+    # Other bases, and rates and steps given as options, have directories of
     # their own.
     of = f"_base{options.base_seed}" if options.base_seed else ""
     rate = options.learning_rate

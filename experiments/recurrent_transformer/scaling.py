@@ -75,7 +75,7 @@ def measure(
 
 
 def table(points: list[ScalingPoint], shape: dict[str, int], dtype: Dtype) -> str:
-    """Returns Markdown: a row a length, and per schedule its three figures."""
+    """Returns Markdown: a row per length with three figures per schedule."""
     lengths = sorted({point.length for point in points})
     names = list(dict.fromkeys(point.schedule for point in points))
     lines = [

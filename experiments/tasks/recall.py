@@ -176,7 +176,7 @@ def lines_of(cell: Cell, run: Experiment, *, every: int) -> Iterator[Line]:
 
 
 def read_lines(file: Path) -> dict[Cell, list[Line]]:
-    """Reads the tests of each run, of one that was made again the newest."""
+    """Reads the tests of each run, of a repeated one the newest."""
     runs: dict[Cell, list[Line]] = {}
     if not file.is_file():
         return runs

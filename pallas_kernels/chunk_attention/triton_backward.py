@@ -210,7 +210,7 @@ def _position_kernel(*refs, launch: Launch):
             slots = pl.ds(j * count, count)
             k = load_rows(at.keys.at[h, slots, :], real=s < launch.ends).astype(q.dtype)
             v = load_rows(at.values.at[h, slots, :], real=s < launch.ends)
-            # The weights again, from the kept lse: no maximum is needed twice.
+            # Recompute the weights from the saved lse, without another maximum.
             logits = dot(q, k, transposed=True) * (launch.scale * LOG2_E)
             p = jnp.exp2(logits - lse[:, None])
             if masked:

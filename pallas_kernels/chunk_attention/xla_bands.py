@@ -170,7 +170,7 @@ def _weighted(values: Array, p: Array, dtype) -> Array:
     whole = S - S % part
     v, w = (x[:, :, :whole].reshape(B, H, -1, part, x.shape[3]) for x in (values, p))
     sums = _product("bhnse,bhnst->bhnet", v, w, dtype)
-    # Apart from the sum over the parts, which XLA would make one with it again.
+    # Separate from the sum over the parts, with which XLA would fuse it again.
     o = jnp.sum(jax.lax.optimization_barrier(sums), axis=2)
     rest = _product("bhse,bhst->bhet", values[:, :, whole:], p[:, :, whole:], dtype)
     return o + rest

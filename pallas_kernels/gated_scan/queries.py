@@ -37,7 +37,7 @@ def pull_back(
     queries, keys = jax.lax.optimization_barrier((queries, keys))
     N, k, d = queries.shape[2], _by_head(keys, queries), d_logits[..., None]
     dk = (d * _for_heads(queries, k)).astype(k.dtype)
-    # Slices added one by one: as a sum over an axis, XLA strides through memory.
+    # Add slices one by one: for a sum over an axis XLA strides through memory.
     rounds = [slice(at, at + N) for at in range(0, k.shape[2], N)]
     dq = sum(d[:, :, heads] * k[:, :, heads] for heads in rounds)
     return jnp.asarray(dq, queries.dtype), dk.reshape(keys.shape)

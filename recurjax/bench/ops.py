@@ -84,7 +84,7 @@ class OpBench:
     make: Callable[[Shape, Dtype], Call]
 
     def rows(self, *, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
-        """Measures both passes of every backend that serves a call here."""
+        """Measures both passes of every backend that supports a call here."""
         for shape in self.large if large else self.small:
             call = self.make(shape, dtype)
             for backend in self.serving(call):

@@ -199,7 +199,7 @@ def _scans(length: int) -> dict[str, Callable[..., Any]]:
         scan = partial(selective_scan, implementation=cast(Implementation, name))
         try:
             jax.eval_shape(lambda arrays, scan=scan: scan(**arrays), shapes)
-        except NotImplementedError:  # a kernel for a device that is not here
+        except NotImplementedError:  # a kernel for an absent device
             continue
         scans[name] = scan
     return scans

@@ -1,4 +1,4 @@
-"""`recurjax doctor`: what is here, what works, and why the rest does not."""
+"""`recurjax doctor`: versions, devices and backends, and why others do not work."""
 
 import os
 import shutil

@@ -118,7 +118,7 @@ def run(argv: list[str]) -> int:
         return 0
     options = parse(ServeOptions, argv, prog="recurjax serve")
     try:
-        # Needs packages that not everybody has.
+        # Imported here: needs the packages of the extra `serve`.
         from recurjax.serving.app import LOOPBACK, App
         from recurjax.serving.server import bind, serve
     except ImportError as error:

@@ -138,7 +138,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reweighting(RangeChecks):
-    """Other weights of a mixture's parts, from a step on.
+    """New weights of a mixture's parts from a step on.
 
     Attributes:
       step: the first training step with these weights.

@@ -1,8 +1,8 @@
-"""Batches of one split, and the place in them that a checkpoint keeps.
+"""Batches of one split, and the position in them that a checkpoint saves.
 
-Grain reads ahead and remembers the place. Which rows a batch holds is a function of its
-number, or of a plan with a small state, so that a place is exact and small, and serves
-any division of the rows among processes.
+Grain reads ahead and remembers the position. Which rows a batch holds is a function of
+its number, or of a plan with a small state, so that a place is exact and small, and
+serves any division of the rows among processes.
 """
 
 import sys

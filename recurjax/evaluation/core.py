@@ -261,7 +261,7 @@ def score_core(
     """
     tasks = [shuffled(task, limit) for task in tasks]
     for task in tasks:
-        # An item is none of its own examples.
+        # An item is never one of its own examples.
         if len(task.items) <= task.fewshot:
             raise UserError(
                 f"{task.label} shows {task.fewshot} examples before an item and "

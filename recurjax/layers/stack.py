@@ -446,7 +446,7 @@ class StackFacts:
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence can have; None: no limit."""
+        """Most tokens of a sequence; None: no limit."""
         return None
 
     @property

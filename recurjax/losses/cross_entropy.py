@@ -93,7 +93,7 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
     pieces = jnp.moveaxis(head.reshape(D, width, chunks), 2, 0)  # [chunks, D, V/chunks]
     dtype = jnp.promote_types(x.dtype, jnp.float32)
 
-    # Under checkpoint a piece's logits are made again in the backward pass; kept, those
+    # Under checkpoint a piece's logits are recomputed in the backward pass; kept, those
     # of all pieces would fill the memory that chunks are there to save.
     @jax.checkpoint
     def add_piece(carry, piece_and_number):

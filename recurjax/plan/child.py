@@ -362,7 +362,7 @@ def read_memory(
     known = sum(sizes.values())
     # Padding of tiles, and arguments that no part names.
     rest = max(analysis.argument_size_in_bytes - known, 0)
-    # A donated argument's buffer is used again for a result: counted once, above.
+    # A result reuses a donated argument's buffer, which is counted once, above.
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return CompiledMemory(
         parameters=sizes.get("parameters", 0),

@@ -92,7 +92,7 @@ def requirements(constraints: Path | None = None) -> list[Requirement]:
 
 
 def are_there(folder: Path, requirements: list[Requirement]) -> bool:
-    """Whether a folder holds all of them, in versions that serve."""
+    """Whether a folder holds all of them in compatible versions."""
     have = {
         # Packages write their names with either sign.
         package.metadata["Name"].replace("_", "-"): package.version
@@ -107,7 +107,7 @@ def are_there(folder: Path, requirements: list[Requirement]) -> bool:
 def hashed(requirements: list[Requirement]) -> list[str] | None:
     """Returns pins with the SHA-256 of their wheels, as pip reads them.
 
-    None: of one of the packages no version that serves is in compilers.txt.
+    None: of one of the packages no compatible version is in compilers.txt.
     """
     lines = (Path(__file__).with_suffix(".txt")).read_text().splitlines()
     pins = []
@@ -130,7 +130,7 @@ def fetch(folder: Path, requirements: list[Requirement]) -> None:
     Wheels of the versions in compilers.txt must have the SHA-256 given there.
 
     Raises:
-      UserError: pip is not here, or could not.
+      UserError: pip is missing or failed.
     """
     folder = folder.expanduser()
     # Without dependencies: jax itself must not come a second time.
@@ -255,7 +255,7 @@ def _crash(child: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def check_compilers(topology: Topology) -> None:
-    """Raises UserError when the target's compiler is not here."""
+    """Raises UserError if the target's compiler is missing."""
     plugin = _PLUGINS.get(topology.platform)
     if plugin is not None and find_compilers(plugin) is None:
         looked = ", ".join(map(str, places()))

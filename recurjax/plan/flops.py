@@ -189,7 +189,7 @@ def _elements(variables: Any) -> int:
 
 
 def _branch(platforms: Any, platform: str) -> int:
-    """Returns the branch of `platform_dependent` that serves a platform."""
+    """Returns the branch of `platform_dependent` for a platform."""
     for index, names in enumerate(platforms):
         if names is None or platform in names:
             return index

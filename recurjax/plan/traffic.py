@@ -96,7 +96,7 @@ class Traffic:
 def read_traffic(
     module: Module, *, axes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> Traffic:
-    """Reads what a module does.
+    """Reads memory traffic and collectives of a compiled module.
 
     Args:
       axes, sizes: of the mesh, in the order of the program's partitions.

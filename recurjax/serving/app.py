@@ -267,7 +267,7 @@ class App:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         if kind.lower() != "application/json":
-            # A page of another site can send any other kind without a question first.
+            # A page of another site can send other kinds without a CORS preflight.
             raise RequestError(
                 415,
                 f"the content-type must be application/json, got {kind[:100]!r}",
@@ -311,7 +311,7 @@ class App:
             self._held -= len(data)
 
     def _room(self, *, chat: bool) -> dict[str, int]:
-        """Returns what a body has at most that a model can use, as `_read` takes it.
+        """Returns the limits of a body that a model can use, for `_read`.
 
         Raises:
           RequestError: 503: no model takes requests.

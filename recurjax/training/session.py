@@ -138,7 +138,7 @@ class Session:
         if self._resumes:
             first_process(lambda: self.directory.resume(self.experiment))
         # A killed run may have written rows of steps after its last checkpoint: those
-        # steps are made again, and so are their rows.
+        # steps run again and rewrite their rows.
         if message := first_process(lambda: self.directory.rewind(reached)):
             report(message)
         training = self.experiment.training

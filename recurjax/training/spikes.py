@@ -183,7 +183,7 @@ class Diverged(UserError):
 
 
 def skip_message(step: int, skipped: int, metrics: Mapping[str, float]) -> str:
-    """Tells of a step that did not count, from the metrics of `train_step`."""
+    """Returns the message for a skipped step, from the metrics of `train_step`."""
     return (
         f"step {step} was skipped ({skipped} in a row): {fault(metrics)} (loss "
         f"{metrics['loss']:.4g}, gradient norm {metrics['gradient_norm']:.4g})"

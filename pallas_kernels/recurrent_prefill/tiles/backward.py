@@ -79,7 +79,7 @@ def old_cache_cotangents(
     zeros = jax.tree.map(jnp.zeros_like, floats)
     if dslots is None:
         return zeros
-    # A slot that the call wrote hides the old one: its gradient went to the new pair.
+    # A slot that the call wrote replaced the old one, so the new pair has its gradient.
     at, real = _written(call)
     at = jnp.where(real, at, cache.slots)  # out of range: dropped
     batch = jnp.arange(at.shape[0])[:, None]

@@ -165,7 +165,7 @@ def put_in_order(
     first: Int[Array, ""] | int,
     positions: int,
 ) -> tuple[Float[Array, "L B S KE"], Float[Array, "L B S KE"]]:
-    """Does what `put_in_slots` does where every row and layer is at `first`.
+    """Like `put_in_slots`, for rows and layers that are all at `first`.
 
     Slots of one position are one slice, which is written in place; to scatter by row
     and layer XLA would first transpose both arrays for every tile.

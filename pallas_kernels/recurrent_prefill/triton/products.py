@@ -408,7 +408,7 @@ class ColumnSplit(NamedTuple):
     def none_finished(
         self, launch: Launch, w: Float[Array, "L N M"], batch: int
     ) -> Array:
-        """Returns how many programs of each block of the result are done: none."""
+        """Returns zero counters of finished programs, one per block of the result."""
         L, _, M = w.shape
         shape = (L, batch // launch.tiles.rows, M // self.columns)
         return jnp.zeros(shape, jnp.int32)
@@ -482,7 +482,7 @@ def add_product(
         ],
         aliases={6: 0, 7: 3},
         reads={2: one_slot(rows), 5: one_slot(residual)},
-        # The splits' sums are written, and read again.
+        # Write the splits' sums and read them again.
         writes={0: one_slot(out), 4: 2.0 if splits > 1 else 0.0},
         warps=warps_of(block, columns),
         stages=launch.stages(columns),

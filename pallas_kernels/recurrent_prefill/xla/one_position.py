@@ -275,7 +275,7 @@ def _attend(
 
 
 def _logits_by_sums(q, k, wide) -> Float[Array, "B S K Q"]:
-    # Matrix products would copy the layer's slice of the cache, and turn it, before
+    # Matrix products would copy and transpose the layer's slice of the cache before
     # they read it.
     return jnp.sum(q[:, None].astype(wide) * k[:, :, :, None].astype(wide), axis=-1)
 

@@ -64,7 +64,7 @@ class EvaluateTask(Benchmark):
 
 
 def prepare_task(options: EvaluateTask) -> Measure:
-    """Checks the task's name; returns what tests the model on it."""
+    """Checks the task's name; returns the function that tests a model on it."""
     check_named(options.task)
 
     def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:

@@ -59,7 +59,7 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Said again by the tensors' shapes; how a scaled model came to be.
+# Keys that repeat the tensors' shapes, or describe how a model was scaled.
 _REPEATED = {"vocab_size", "attention.value_length", "rope.scaling.finetuned"}
 _ARCHITECTURES = {
     "llama": "llama",
@@ -252,7 +252,7 @@ def _config_keys(
     if scaling := _rope_scaling(short, factors):
         keys["rope_scaling"] = scaling
     rotated = short.pop("rope.dimension_count", None)
-    # An unknown key keeps its name, so that the reader of configs refuses it.
+    # Keep an unknown key's name, so that the config reader refuses it by name.
     keys |= {_KEYS.get(key, prefix + key): value for key, value in short.items()}
     width, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
     if not (isinstance(width, int) and isinstance(heads, int) and heads):
@@ -309,7 +309,7 @@ def _hf_name(name: str, family: Family) -> str:
     else:
         [module, suffix] = parts if len(parts) == 2 else ("", "")
         theirs, prefix = _module(family.outer, _TOP.get(module, ())), ""
-    # A tensor that nothing knows keeps its name, and is refused by it.
+    # Keep an unknown tensor's name, so that it is refused by name.
     return name if theirs is None else f"{prefix}{theirs}.{suffix}"
 
 

@@ -235,7 +235,7 @@ class Ropes:
         if self.local is None:
             values["position"] = self._rope(keys, old | new, base, fraction, context)
             return
-        # Older files have a scaling for layers that see everything, and no other.
+        # Older files scale only the layers without a window.
         local = keys.number("rope_local_base_freq", self.local)
         kinds = {name: new.pop(name, None) or {} for name in _KINDS}
         for name in new:

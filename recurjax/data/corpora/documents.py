@@ -278,7 +278,7 @@ def _conversation(messages: Any, where: str) -> Messages:
 
 
 def _messages_of(messages: Any) -> list[tuple[str, str]]:
-    """Returns roles and texts; nothing where they are anything else."""
+    """Returns roles and texts; empty if the messages are malformed."""
     try:
         return [
             (message["role"], _without_lone_surrogates(message["content"]))

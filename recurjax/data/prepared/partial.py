@@ -76,7 +76,7 @@ class Partial:
         expected = {_LOCK, _PROGRESS, *(shard.file for shard in self.state.shards)}
         expected |= {_documents(n) for n in range(self._pieces)}
         expected |= {_tail(self._pieces)}
-        for file in folder.iterdir():  # of what is made again
+        for file in folder.iterdir():  # files that will be rewritten
             if file.name in expected:
                 continue
             if file.is_dir():

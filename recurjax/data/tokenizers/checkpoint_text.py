@@ -109,7 +109,7 @@ class TextSettings:
         return defaults
 
     def filled(self, other: "TextSettings") -> "TextSettings":
-        """Returns the settings of a tokenizer that serves the model of another folder.
+        """Returns the settings of a tokenizer that fits the model of another folder.
 
         The model's template and generation count where the tokenizer came without.
         """

@@ -348,7 +348,7 @@ class Engine:
         return _Admitted(outputs, [report], places)
 
     def _begin(self, request: Request) -> _Reading:
-        """Starts from the longest beginning of the prompt whose state is kept."""
+        """Starts from the longest prefix of the prompt whose state is kept."""
         # The caller has checked that a row is free.
         row = self._rows.index(None)
         cache, adapter = self.prefix_cache, request.settings.adapter

@@ -152,7 +152,7 @@ def state_sizes(model: Decoder, length: int) -> list[StateSize]:
 
 
 def in_words(size: StateSize) -> str:
-    """Says both in a line."""
+    """Returns both as one line."""
     return (
         f"{size.tokens:,} tokens in {_bytes(size.state)} "
         f"(attention of this width: {_bytes(size.attention)})"

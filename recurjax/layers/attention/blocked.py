@@ -181,7 +181,7 @@ def _attend_masked(q, k, v, scale: float, mask: Array) -> Array:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     product = partial(jnp.einsum, preferred_element_type=wide)
     logits = jnp.where(mask, scale * product("bhte,bhse->bhts", q, k), -jnp.inf)
-    # The softmax does not depend on what is taken off, so neither does its gradient.
+    # The softmax does not depend on the subtracted maximum, nor does its gradient.
     highest = jax.lax.stop_gradient(reductions.largest(logits)[..., None])
     weights = jnp.exp(logits - highest)
     o = product("bhts,bhse->bhte", weights.astype(v.dtype), v)

@@ -64,7 +64,7 @@ class AttentionCall:
 def choose(
     call: AttentionCall, named: AttentionImplementation | None
 ) -> AttentionImplementation:
-    """Returns the one that is named, else the first that serves.
+    """Returns the named implementation, else the first that supports the call.
 
     Raises:
       NotImplementedError: the named one cannot.

@@ -69,7 +69,7 @@ class StepDirectory:
         return self._manifest_file(step).read_text()
 
     def best(self) -> int | None:
-        """Names the complete step of the lowest loss, the newest one of equals."""
+        """Names the complete step of the lowest loss, the newest one of ties."""
         losses: dict[float, int] = {}
         for step in self.complete():
             try:

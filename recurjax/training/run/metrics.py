@@ -34,7 +34,7 @@ class MetricsWriter:
         say: Callable[[str], None] = print,
     ):
         self._file = file.open("a", encoding="utf-8")
-        # Rows of steps that will be made again are dropped there as well.
+        # Rows of steps that will run again are dropped there as well.
         self._tensorboard = _EventFile(tensorboard, purge_step=resumed_from + 1)
         self._trackers, self._say = list(trackers), say
         if description is not None:

@@ -276,7 +276,7 @@ class RunCopy:
         self._mirror, self._names, self._older = mirror, names, older
 
     def fetch_older(self) -> bool:
-        """Fetches the newest checkpoint that is not here yet; False: all are."""
+        """Fetches the newest checkpoint that is missing here; False: none is."""
         if not self._older:
             return False
         step = self._older.pop()

@@ -180,7 +180,7 @@ class RunDirectory:
         return values
 
     def rewind(self, step: int) -> str | None:
-        """Drops metrics and samples of steps after `step`: they will be made again.
+        """Drops metrics and samples of steps after `step`: they will run again.
 
         Returns:
           A sentence when metrics.jsonl has lines that are not rows: they are left out,

@@ -228,7 +228,7 @@ class RunLock:
     """This process' hold of a run directory. See `held`, which makes and ends it."""
 
     def __init__(self, lock: Lock, holder: Holder):
-        """Begins to touch the lock, which is this process' already."""
+        """Starts touching the lock, which this process holds already."""
         self._lock, self._holder = lock, holder
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)

@@ -205,7 +205,7 @@ def forgotten(
 
 
 def tokens_since(ids: Int[Array, "B T"], reset_token: int) -> Int[Array, "B T"]:
-    """Counts the tokens since the last reset token; without one, endlessly many."""
+    """Counts the tokens since the last reset token; a huge number without one."""
     places = jnp.arange(ids.shape[1])
     # Half of the smallest number, so that the difference below cannot overflow.
     endless = jnp.iinfo(jnp.int32).min // 2

@@ -606,7 +606,7 @@ class LatentRecurrentTransformerStack(
         memory, L = self.config.memory, self.config.layers
         if memory is None or memory.sources == (L,):
             return None
-        # Sources count layers from 1.
+        # Sources number layers from 1.
         layers = jnp.asarray(memory.sources) - 1
         shares = jnp.ones(1, dtype)
         if self.source_logits is not None:

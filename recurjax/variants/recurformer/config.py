@@ -96,7 +96,7 @@ class RecurFormerConfig(StackFacts):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence can have; None: no limit."""
+        """Most tokens of a sequence; None: no limit."""
         return self.transformer.max_length
 
     def heads(self, layer: int) -> "LayerHeads":

@@ -82,7 +82,7 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence can have; None: no limit."""
+        """Most tokens of a sequence; None: no limit."""
         return self.transformer.max_length
 
     def flops_per_token(self, length: int) -> float:

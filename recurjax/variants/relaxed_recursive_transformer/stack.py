@@ -246,7 +246,7 @@ class RelaxedRecursiveTransformerStack(
         if self.config.loop_cache == "first":
             return cache
         groups = cache.groups
-        # Loop after loop on the same x: a deeper layer's own output is never computed.
+        # Runs loop by loop on the same x: a deeper layer's own output is not computed.
         for deeper in range(b, self.config.loops):
             _, groups, _ = self._run_loop(deeper, write_kv(tokens), x, groups, cache)
         return cache._replace(groups=groups)

@@ -131,7 +131,7 @@ class TransformerConfig(StackFacts):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence can have; None: no limit."""
+        """Most tokens of a sequence; None: no limit."""
         return longest_sequence(self.attention.position)
 
     def flops_per_token(self, length: int) -> float:
