@@ -36,13 +36,15 @@ def missing_package() -> str | None:
     install = 'install it with: pip install "recurjax[cuda]"'
     try:
         triton = importlib.import_module("triton")
-        importlib.import_module("jax_triton")
+        jax_triton = importlib.import_module("jax_triton")
     except ImportError as error:
         return f"needs jax-triton ({error}); {install}"
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if version < LEAST_TRITON:
         least = ".".join(map(str, LEAST_TRITON))
         return f"needs triton {least} or newer, found {triton.__version__}; {install}"
+    if jax_triton.__version_info__[:2] != (0, 3):
+        return f"needs jax-triton 0.3, found {jax_triton.__version__}; {install}"
     return None
 
 
@@ -69,9 +71,6 @@ def launch(
       constants: by name, the kernel's compile-time arguments.
     """
     jax_triton = importlib.import_module("jax_triton")
-    # jax-triton 0.4 has another name for the outputs.
-    legacy = jax_triton.__version_info__ < (0, 4)
-    outputs = {"out_shape" if legacy else "out_type": tuple(out_shape)}
     module, function = kernel.split(":")
     # Of the target and not of the first device here: it may not be here at all.
     capability = int(target.current().compute_capability.replace(".", ""))
@@ -84,6 +83,6 @@ def launch(
             num_stages=1,
             name=function,
             compute_capability=capability,
-            **outputs,
+            out_shape=tuple(out_shape),
             **constants,
         )

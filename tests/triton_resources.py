@@ -56,17 +56,17 @@ def resources_of(capability: str, case: str, *words: str) -> list[dict]:
 def kernels_of(function, arguments, target: Target) -> list[Kernel]:
     """Returns the different kernels of a call: Pallas' are in the program's order."""
     library = importlib.import_module("jax_triton.triton_lib")
-    compile_inplace = library.compile_ttir_inplace
+    compile_inplace = library.compile_ttir_to_ptx_inplace
     matches: dict[Kernel, None] = {}
 
-    def record(ttir, backend, options, capability, platform):
+    def record(ttir, backend, options, capability):
         # Its first stage puts a kernel's functions in line, in place.
         text = str(backend.make_ttir(ttir, {}, options, capability))
         [name] = re.findall(r"tt.func public @(\w+)", text)
         matches[Kernel(name, text, options.num_warps, options.num_stages)] = None
-        return compile_inplace(ttir, backend, options, capability, platform)
+        return compile_inplace(ttir, backend, options, capability)
 
-    library.compile_ttir_inplace = record
+    library.compile_ttir_to_ptx_inplace = record
     with as_if(target):
         traced = jax.jit(function).trace(*arguments)
         lowered = traced.lower(lowering_platforms=("cuda",))

@@ -30,10 +30,7 @@ from recurjax.plan.topology import Topology
 
 VARIABLE = "RECURJAX_COMPILERS"
 _ROOT = Path(__file__).parents[2]
-# As the extra `cuda` has it: jax-triton 0.4 goes with jax 0.11 and later.
-_TRITON = ("triton>=3.6", "jax-triton>=0.3.1,<0.4")
-if sys.version_info >= (3, 12):
-    _TRITON = ("triton>=3.7", "jax-triton>=0.4.1")
+_TRITON = ("triton>=3.6", "jax-triton>=0.3.1,<0.4")  # as the extra `cuda` has it
 
 
 def places() -> list[Path]:
