@@ -173,18 +173,25 @@ def quantize(
 ) -> QuantizedWeight:
     """Rounds a weight to integers: 8 bits by output, 4 bits in groups of 64 inputs.
 
-    The largest of a group becomes 127 or 7. Axes are those of `QuantizedWeight`; the
-    number of inputs is a multiple of 64 where bits are 4.
+    The largest of a group becomes 127 in absolute value. Of four bits it becomes -8,
+    the integer without an opposite, and the scale has the sign for that: all 16 values
+    are used, as in GGUF's Q4_0. Axes are those of `QuantizedWeight`; the number of
+    inputs is a multiple of 64 where bits are 4.
     """
     shape, at = weight.shape, weight.ndim + first
     N = math.prod(shape[at : at + inputs])
     group = N if bits == 8 else INT4_GROUP
-    largest = 2 ** (bits - 1) - 1
     outer, rest = shape[:at], shape[at + inputs :]
     grouped = weight.astype(jnp.float32).reshape(*outer, N // group, group, *rest)
-    scales = jnp.max(jnp.abs(grouped), axis=at + 1) / largest
-    scales = jnp.where(scales > 0, scales, 1.0)
+    low, high = jnp.min(grouped, axis=at + 1), jnp.max(grouped, axis=at + 1)
+    if bits == 8:
+        scales = jnp.maximum(-low, high) / 127
+    else:
+        scales = jnp.where(-low > high, low, high) / -8
+    scales = jnp.where(scales != 0, scales, 1.0)
     values = jnp.round(grouped / jnp.expand_dims(scales, at + 1))
+    # The largest of the other sign may round to 8.
+    values = jnp.minimum(values, 2 ** (bits - 1) - 1)
     return QuantizedWeight(
         values=values.astype(f"int{bits}").reshape(shape),
         scales=scales,

@@ -32,15 +32,30 @@ from tests.training.tiny_experiment import drawn
 draw = np.random.default_rng(0).normal
 
 
-@pytest.mark.parametrize(("bits", "groups", "step"), [(8, 1, 127), (4, 2, 7)])
+@pytest.mark.parametrize(("bits", "groups", "step"), [(8, 1, 127), (4, 2, 8)])
 def test_values_are_within_half_a_step(bits, groups, step):
+    """But for those of 4 bits beyond 7, for the largest is -8 by its scale's sign."""
     weight = draw(size=(3, 128, 2, 5)).astype(np.float32)
     result = quantize(jnp.asarray(weight), bits=bits, first=-3, inputs=1)
     assert result.values.dtype == f"int{bits}" and result.shape == weight.shape
     assert result.scales.shape == (3, groups, 2, 5)
-    largest = np.abs(weight.reshape(3, groups, -1, 2, 5)).max(2)
-    error = np.abs(np.asarray(plain(result)) - weight).reshape(3, groups, -1, 2, 5)
-    assert np.all(error.max(2) <= largest / step / 2 * 1.001)
+    grouped = weight.reshape(3, groups, -1, 2, 5)
+    largest = np.abs(grouped).max(2, keepdims=True)
+    error = np.abs(np.asarray(plain(result)).reshape(grouped.shape) - grouped)
+    values = np.asarray(result.values, np.int8).reshape(grouped.shape)
+    assert np.all((error / largest * step * 2 <= 1.001) | (values == 7))
+    assert np.all(error / largest * step <= 1.001)
+    assert np.all(np.abs(values).max(2) == step)
+
+
+def test_four_bits_keep_what_is_rounded_to_them():
+    """Weights that GGUF's Q4_0 holds stay exact."""
+    values = np.random.default_rng(1).integers(-8, 8, size=(128, 5))
+    values[::64] = -8
+    scales = draw(size=(2, 5)).astype(np.float16).astype(np.float32)
+    weight = values.astype(np.float32) * np.repeat(scales, 64, axis=0)
+    result = quantize(jnp.asarray(weight), bits=4, first=-2, inputs=1)
+    np.testing.assert_array_equal(plain(result), weight)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
