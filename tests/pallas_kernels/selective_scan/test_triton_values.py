@@ -41,6 +41,8 @@ CASES = [
         "triton stretches", 37, {"chunk": 4, "starts": True, "lengths": True}
     ).slow(),
     OracleCase("triton stretches", 37, {"chunk": 8}, "bfloat16").slow(),
+    # As many channels as programs have on a device.
+    OracleCase("triton", 19, {"chunk": 16, "channels": 64, "starts": True}).slow(),
     OracleCase("triton", 64, {"chunk": 32, "lengths": True}).slow(),
     OracleCase("triton stretches", 65, {"chunk": 4}).slow(),
 ]
