@@ -391,9 +391,9 @@ def test_a_prompt_that_is_read_in_parts_has_the_same_tokens(monkeypatch):
     calls, read = [], engine._programs.read
     prompt = np.random.default_rng(0).integers(9, size=18)
 
-    def counted(cache, ids):
+    def counted(cache, ids, *, adapter):
         calls.append(len(ids))
-        return read(cache, ids)
+        return read(cache, ids, adapter=adapter)
 
     monkeypatch.setattr(engine._programs, "read", counted)
     whole = alone(engine, prompt, greedy())
