@@ -21,6 +21,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
 from recurjax.version import REPOSITORY
+from tests.compiling import QUICK_COMPILE
 from tests.notebooks.opening import FOLDER, install_cell, opened
 from tests.packaging.wheel import built, copy_of_tree
 from tests.source_tree import ROOT
@@ -58,11 +59,7 @@ SHORTER = {
     },
 }
 """What the test trains less than a reader does, as text that each notebook has once."""
-KERNEL_FLAGS = {
-    "--xla_backend_optimization_level": "1",
-    "--xla_cpu_use_fusion_emitters": "false",
-    "--xla_cpu_parallel_codegen_split_count": "1",
-}
+KERNEL_OPTIONS = QUICK_COMPILE | {"xla_backend_optimization_level": 1}
 """Compiles in half the time. Level 0 compiles faster and runs three times slower, which
 a hundred training steps do not make up for."""
 
@@ -84,7 +81,8 @@ def kernel(tmp_path, tmp_path_factory, monkeypatch) -> str:
     cache = shared_by_workers(tmp_path_factory) / "of_notebooks"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    flags = [f"{name}={value}" for name, value in KERNEL_FLAGS.items()]
+    options = KERNEL_OPTIONS.items()
+    flags = [f"--{name}={str(value).lower()}" for name, value in options]
     earlier = os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", " ".join([earlier, *flags]).strip())
     # The Hub is out of reach: what a notebook does then is what is tested.
