@@ -136,8 +136,8 @@ def test_rows_are_read_without_being_made(table):
 
 
 WRONG_TABLES = [
-    ("RUNS = {}", r"runs.py: RUNS must be a dict with a Run a row"),
-    ("RUNS = [1]", r"runs.py: RUNS must be a dict with a Run a row"),
+    ("RUNS = {}", r"runs.py: RUNS must be a dict with a Run per row"),
+    ("RUNS = [1]", r"runs.py: RUNS must be a dict with a Run per row"),
     ("RUNS['a b'] = RUNS['long_8k']", "letters, digits and _, got 'a b'"),
     ("RUNS['a'] = 3", r"RUNS\['a'\] must be a Run, not int"),
     ("Run(make=row, reproduces='', expected='b')", "reproduces must be a line of text"),

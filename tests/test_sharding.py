@@ -158,7 +158,7 @@ def test_a_mesh_that_does_not_fit_is_told_with_all_axes_that_count():
     """Of data=8, stage=2 the sizes of data, fsdp and tensor multiply to 8."""
     said = (
         "set --mesh.data, --mesh.fsdp, --mesh.stage, --mesh.sequence and --mesh.tensor "
-        "so that they multiply to 8"
+        "so that their product is 8"
     )
     with pytest.raises(UserError, match=said):
         make_mesh(MeshConfig(data=8, stage=2))

@@ -185,8 +185,9 @@ def _served(name: str, path: Path, options: ServeOptions) -> "list[Served]":
         path, mesh=mesh, weights=options.weights or "stored", report=_tell
     )
     adapters = read_adapters(options.adapter)
-    model = load_adapters(loaded, adapters, mesh=mesh, report=_tell)
-    loaded = loaded._replace(model=model)
+    if adapters:
+        model = load_adapters(loaded, adapters, mesh=mesh, report=_tell)
+        loaded = loaded._replace(model=model)
     template = load_template(
         path / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
     )

@@ -10,7 +10,7 @@ from tests.cli.commands import TINY, assert_refused, recurjax
 @pytest.mark.parametrize(
     "option, value, pattern",
     [
-        ("--training.batch", 10**9, "more than 2.28 tokens a step"),
+        ("--training.batch", 10**9, "exceeds 2.28 tokens per step"),
         ("--training.batch", 10**12, "--training.batch: must be below 2.31"),
         ("--training.length", 10**12, "--training.length: must be below 2.31"),
         ("--data.prefetch", 10**8, "--data.prefetch: must be >= 0 and <= 1024"),
@@ -39,7 +39,7 @@ def test_training_refuses_it_and_leaves_nothing(option, value, pattern, tmp_path
 )
 def test_an_evaluation_refuses_it(options, finished):
     answer = recurjax("evaluate", finished, *options)
-    assert_refused(answer, "more than 2.28 tokens at a time")
+    assert_refused(answer, "exceeds 2.28 tokens per batch")
 
 
 def test_a_generation_refuses_it(finished):

@@ -102,7 +102,7 @@ def test_a_run_without_a_finite_loss_ends_with_2_and_draws_nothing(
     wild = ["--training.steps", 4, "--optimizer.learning-rate", 1e30]
     run = tmp_path / "tiny"
     answer = resume(run, *wild, "--training.spikes.no-enabled")
-    assert_refused(answer, "ended at step 4 with a validation loss that is not finite")
+    assert_refused(answer, "reached step 4 with a validation loss that is not finite")
     assert_refused(resume(run, *wild, "--training.spikes.no-enabled"), "not finite")
     answer = recurjax("evaluate", run)
     assert answer[0] == 2 and "the loss of" in answer[2]

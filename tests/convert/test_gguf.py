@@ -247,5 +247,5 @@ def test_a_tokenizer_is_built_from_tokens_and_merges():
     fields["tokenizer.ggml.add_bos_token"] = True
     assert gguf_tokenizer(fields, where="here").bos == 0
     fields["tokenizer.ggml.pre"] = "mystery"
-    with pytest.raises(UserError, match="words 'mystery'.*--tokenizer"):
+    with pytest.raises(UserError, match="with 'mystery'.*--tokenizer"):
         gguf_tokenizer(fields, where="here")

@@ -226,7 +226,7 @@ def test_a_prepared_file_is_a_task(tmp_path):
     assert (a.label, b.label, a.items, a.baseline) == ("a", "b", (item,), 50.0)
     assert read_tasks(tmp_path / "a.json") == (a,)
     for change, message in [
-        ({"kind": "essay"}, "a is of type 'essay': CORE has multiple_choice, schema"),
+        ({"kind": "essay"}, "type must be one of multiple_choice, schema, .*'essay'"),
         ({"items": []}, "a.json holds no items"),
         ({"items": [{"query": ""}]}, "item 0 lacks choices, gold, which a multiple"),
         ({"baseline": "half"}, "a.json is not a CORE task: .*half"),

@@ -24,6 +24,7 @@ V99 = Target(platform="tpu", kind="TPU v99")
 ASKED_OF_JAX = {"default_backend", "compute_capability", "device_kind"}
 MAY_ASK = {
     "pallas_kernels.target",
+    "pallas_kernels.triton_call",  # hands on what the target has
     "recurjax.machine.devices",  # a table of peak rates, by kind
     "recurjax.bench.report",  # prints where a row was measured
     "recurjax.cli.doctor",  # prints what there is

@@ -515,7 +515,9 @@ def test_an_open_server_without_a_key_is_warned_of(
         options += ["--api-key-file", str(tmp_path / "key")]
     worker = SimpleNamespace(compiles=False)
     monkeypatch.setattr(
-        command, "_served", lambda name, *_: SimpleNamespace(name=name, worker=worker)
+        command,
+        "_served",
+        lambda name, *_: [SimpleNamespace(name=name, worker=worker, base=None)],
     )
     seen = {}
     monkeypatch.setattr(serving, "App", lambda models, **given: seen.update(given))

@@ -183,7 +183,7 @@ def test_what_cannot_be_measured_or_chosen_is_refused():
     with pytest.raises(UserError, match="ALiBi"):
         measure_recency(slopes, [ids], window=2)
     plain = transformer.build(transformer.small())
-    with pytest.raises(UserError, match="no text"):
+    with pytest.raises(UserError, match="--text is empty"):
         measure_recency(plain, [], window=2)
 
 

@@ -72,7 +72,7 @@ def test_another_model_is_refused_with_all_differences(source, tmp_path):
     answer = recurjax("train", file, "--runs", tmp_path / "runs")
     assert_refused(
         answer,
-        "another model than this run: stack.layers: 3 instead of 2; "
+        r"another model than this run \(stack.layers: 3 instead of 2; "
         "stack.parallel_residual: True instead of False",
     )
     assert not (tmp_path / "runs" / "tiny").exists()
