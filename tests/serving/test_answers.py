@@ -39,6 +39,7 @@ def test_an_echoed_prompt_has_probabilities_too(server):
     assert values == matches["token_logprobs"]
 
 
+@pytest.mark.slow
 def test_probabilities_of_prompts_can_be_left_out(engine):
     with running(lambda: engine) as server:
         server.wait()

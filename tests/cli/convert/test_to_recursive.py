@@ -43,6 +43,7 @@ def logits(run):
     return np.asarray(read(load_run(run).model))
 
 
+@pytest.mark.slow
 def test_a_whole_rank_is_the_model_and_comes_back(base, tmp_path):
     out, back = tmp_path / "out", tmp_path / "back"
     options = ("--loops", "2", "--rank", "99", "--no-tie-norms")

@@ -35,6 +35,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpu_forward", *SLOW])
 def test_a_position_forward_on_h100_takes_at_most_6_kernels(case):
     (launched,) = positions_loops(compiled("h100", case))

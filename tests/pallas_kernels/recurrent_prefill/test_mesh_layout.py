@@ -99,6 +99,7 @@ def assert_same(got, want):
         assert_close(first, other, dtype="float32", tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "sizes"),
     [

@@ -217,6 +217,7 @@ def test_rotated_heads_are_the_reference_s_with(case):
 
 # Documents that end inside a tile and between tiles, one that comes twice; the second
 # row has one. Slopes and own pairs do not hide what is read across them.
+@pytest.mark.slow
 def test_documents_are_kept_apart_as_in_the_reference():
     check_documents(PLAIN._replace(positions=37), [(9, 11, 5, 8, 4), (37,)])
 

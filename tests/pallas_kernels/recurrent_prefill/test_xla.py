@@ -43,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "tiles", "packed"), CASES)
 def test_values_and_gradients_are_the_definition(name, schedule, tiles, packed):
     layer = SPECS[name]

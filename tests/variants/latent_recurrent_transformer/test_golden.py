@@ -94,6 +94,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=ABSOLUTE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BASELINES)
 def test_the_backbone_is_nanochats(path):
     case = load(path)

@@ -93,6 +93,7 @@ def test_singletons_are_the_exact_recurrence(latent, ids):
     assert_values_close(merged(latent, ids, SINGLE), exact)
 
 
+@pytest.mark.slow
 def test_n_sweeps_of_two_subsets_are_exact_for_2_n_positions(ids):
     """And position S after one sweep is not: its memory is refined, not its keys'."""
     model = build(SHARED)
@@ -110,6 +111,7 @@ def test_position_0_refined_is_initial(ids):
     assert_values_close(merged(model, ids, ((0, None, 2),))[:, 0], first[:, 0])
 
 
+@pytest.mark.slow
 def test_refreshed_singletons_are_exact_too(ids):
     """Whatever a token sees has been visited by then; earlier subsets see less."""
     model = build(SHARED)
@@ -293,6 +295,7 @@ def swept(model, ids, cache, lengths):
     return results
 
 
+@pytest.mark.slow
 def test_sweeps_end_at_the_exact_recurrence(ids):
     model = build(SHARED)
     lengths = jnp.asarray([T, 4], jnp.int32)

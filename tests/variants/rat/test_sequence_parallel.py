@@ -85,6 +85,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cut", "model", "segments"), CUTS)
 def test_rows_over_devices_give_one_devices_logits_loss_and_gradients(
     cut, model, segments, ids, whole

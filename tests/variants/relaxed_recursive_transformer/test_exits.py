@@ -211,6 +211,7 @@ def test_a_threshold_that_nothing_exceeds_is_the_full_model(missing):
     assert got.aux == {"mean loops a token": 3.0}
 
 
+@pytest.mark.slow
 def test_a_speed_with_exits_has_no_compiling_in_it():
     exits = EarlyExit(rule=ExitRule(kind="cosine", threshold=0.5), missing="skip")
 

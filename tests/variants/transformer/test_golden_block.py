@@ -99,6 +99,7 @@ def test_the_alibi_bias_is_the_authors(path):
     )
 
 
+@pytest.mark.slow
 def test_a_case_of_one_position_is_met(tmp_path):
     path = write_one_position(tmp_path / "transformer_block_one.npz", "sequential")
     test_values_and_gradients_are_the_authors(path)
