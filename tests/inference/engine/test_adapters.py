@@ -29,7 +29,7 @@ from tests.inference.engine.models import (
     use_prefix_cache,
 )
 
-ADAPTERS = ("lora:2:3", "rslora:3:1:v,out")
+ADAPTERS = ("lora:2:3", "rslora:3:8:v,out")
 """Of two ranks and scales, on different matrices."""
 PROMPT = (3, 1, 4, 1, 5)
 
