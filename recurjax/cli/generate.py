@@ -166,7 +166,9 @@ def run(argv: list[str]) -> int:
         weights=options.weights or "stored",
         report=_tell,
     )
-    model = load_adapters(loaded, adapters, mesh=mesh, report=_tell)
+    model = loaded.model
+    if adapters:
+        model = load_adapters(loaded, adapters, mesh=mesh, report=_tell)
     defaults = loaded.tokenizer.settings.sampling
     sampling, taken = requested_sampling(options, defaults)
     if taken:

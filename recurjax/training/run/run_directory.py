@@ -320,7 +320,8 @@ def load_adapters(
 
     Args:
       base: as `load_run` returns it, its weights in any dtype.
-      runs: run directories by the adapters' names; the first one is number 1.
+      runs: run directories by the adapters' names, at least one; the first one is
+        number 1.
       mesh: of the base.
       report: as `load_run`.
 
@@ -345,7 +346,7 @@ def load_adapters(
                 f"this one has {base.digest[:12]}: name the base that it was trained on"
             )
         adapters.append(run.model)
-    return with_several(base.model, adapters) if adapters else base.model
+    return with_several(base.model, adapters)
 
 
 def _merged(run: LoadedRun, mesh: Mesh, report: Callable[[str], None]) -> LoadedRun:
