@@ -303,9 +303,9 @@ def recurrent(m: Measurement, step: str, passes: str, *batches: int) -> None:
             out, back = jax.vjp(forward, x, w)
             return out, back(z.astype(out.dtype))
 
-        whole = passes == "both"
-        arguments = (x, weights, for_z) if whole else (x, weights)
-        work[f"B{shape['B']}"] = (both if whole else forward, arguments)
+        trains = passes == "both"
+        arguments = (x, weights, for_z) if trains else (x, weights)
+        work[f"B{shape['B']}"] = (both if trains else forward, arguments)
     paper = {f"B{32 << i}": ms for i, ms in enumerate(PAPER_MS)}
     for name, call in compiled(work).items():
         known = (

@@ -104,11 +104,11 @@ def main() -> None:
             question = {"path": str(path.resolve()), "text": text, "out": folder}
             question |= {"rows": ROWS, "length": LENGTH}
             script = here.with_name("pretrained_parity_torch.py")
-            theirs = answer_of(options.torch_python, script, given=json.dumps(question))
+            theirs = answer_of(options.torch_python, script, stdin=json.dumps(question))
             for dtype in DTYPES:
                 question = [str(path), folder, dtype, theirs["rows"]]
                 ours = answer_of(
-                    sys.executable, here, "--import", given=json.dumps(question)
+                    sys.executable, here, "--import", stdin=json.dumps(question)
                 )
                 print(table_row(path.stem, dtype, ours, theirs), flush=True)
 

@@ -142,7 +142,7 @@ def transformers_figures(python: str, gguf: Path, run: LoadedRun) -> dict[str, A
         "new_tokens": NEW_TOKENS,
         "decoded": DECODED,
     }
-    answer = answer_of(python, script, given=json.dumps(question))
+    answer = answer_of(python, script, stdin=json.dumps(question))
     answer["continuations"] = [
         run.tokenizer.decode(np.array(row)) for row in answer.pop("tokens")
     ]

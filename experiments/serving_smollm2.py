@@ -140,7 +140,7 @@ def transformers_seconds(options: Options, load: Load, rows: int) -> float:
         "repeats": options.repeats,
     }
     script = Path(__file__).with_name("serving_smollm2_torch.py")
-    answer = answer_of(options.torch_python, script, given=json.dumps(question))
+    answer = answer_of(options.torch_python, script, stdin=json.dumps(question))
     return statistics.median(answer["seconds"])
 
 

@@ -111,10 +111,10 @@ def filled(text: str, paper: str, rows: str) -> str:
       ValueError: the README has no place for it.
     """
     start, end = f"<!-- {paper}/runs.py -->\n", "<!-- end -->"
-    whole = re.compile(f"(?<={re.escape(start)}).*?(?={re.escape(end)})", re.DOTALL)
-    if not whole.search(text):
+    pattern = re.compile(f"(?<={re.escape(start)}).*?(?={re.escape(end)})", re.DOTALL)
+    if not pattern.search(text):
         raise ValueError(f"README.md has no {start.strip()} ... {end}")
-    return whole.sub(lambda _: rows, text, count=1)
+    return pattern.sub(lambda _: rows, text, count=1)
 
 
 def planned_runs(paper: str) -> Iterator[tuple[str, Experiment]]:

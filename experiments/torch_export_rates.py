@@ -82,7 +82,7 @@ def main() -> None:
             rates = answer_of(
                 options.torch_python,
                 script,
-                given=json.dumps(question),
+                stdin=json.dumps(question),
                 environment=environment,
             )
         here, there = prompt_seconds(run.model, options.prompt), rates["prompt"]

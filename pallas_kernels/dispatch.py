@@ -119,7 +119,7 @@ def check_kinds(
     op: str,
     *,
     floating: Mapping[str, Any],
-    whole: Mapping[str, Any] = MappingProxyType({}),
+    integers: Mapping[str, Any] = MappingProxyType({}),
     truth: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Raises ValueError for the first array that is of another kind than it should be.
@@ -130,7 +130,7 @@ def check_kinds(
     """
     kinds = (
         ("floating", jnp.floating, floating),
-        ("integer", jnp.integer, whole),
+        ("integer", jnp.integer, integers),
         ("bool", jnp.bool_, truth),
     )
     for word, kind, arrays in kinds:

@@ -87,10 +87,8 @@ def summed_mixtures(
 
     if part == S:
         return summed(p, v, 1)
-    whole = S - S % part
-    in_parts = (
-        x[:, :whole].reshape(x.shape[0], -1, part, *x.shape[2:]) for x in (p, v)
-    )
+    end = S - S % part
+    in_parts = (x[:, :end].reshape(x.shape[0], -1, part, *x.shape[2:]) for x in (p, v))
     # Separate from the sum over the parts, with which XLA would fuse it again.
     sums = jax.lax.optimization_barrier(summed(*in_parts, axis=2))
-    return jnp.sum(sums, axis=1) + summed(p[:, whole:], v[:, whole:], 1)
+    return jnp.sum(sums, axis=1) + summed(p[:, end:], v[:, end:], 1)

@@ -268,7 +268,7 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
     Raises:
       ValueError: names or shapes differ; the first few differences are named.
     """
-    given = {
+    values = {
         parameter_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(nested)
     }
@@ -277,13 +277,13 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
     for path, leaf in paths:
         name = parameter_name(path)
         # Remove what is used: the rest, at the end, is what no parameter needs.
-        value = given.pop(name, None)
+        value = values.pop(name, None)
         if value is None:
             differences.append(f"{name} is missing")
         elif value.shape != leaf.shape:
             differences.append(f"{name} has shape {value.shape}, not {leaf.shape}")
         leaves.append(value)
-    differences += [f"{name} is not a parameter of the model" for name in given]
+    differences += [f"{name} is not a parameter of the model" for name in values]
     # All differences in one message: they mostly have one cause, which the list shows.
     if differences:
         raise ValueError("from_nested_dict: " + first_few(differences))

@@ -150,8 +150,8 @@ def laid_out(x: Any, where: NamedSharding) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = laid_out(jax.random.key_data(x), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    whole = np.asarray(x)
-    return jax.make_array_from_callback(whole.shape, where, lambda at: whole[at])
+    array = np.asarray(x)
+    return jax.make_array_from_callback(array.shape, where, lambda at: array[at])
 
 
 def check_batch(rows: int, mesh: Mesh, *, name: str) -> None:

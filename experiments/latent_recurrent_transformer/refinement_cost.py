@@ -70,12 +70,12 @@ def passes(config: ModelConfig, subsets: int) -> tuple[int, list[int]]:
             jaxpr = jax.make_jaxpr(function)(*inputs)
         return count_flops(jaxpr, platform=PLATFORM).products
 
-    whole = product_flops(lambda s, x, i: start(s, x, Tokens(i)), stack, x, ids)
+    total = product_flops(lambda s, x, i: start(s, x, Tokens(i)), stack, x, ids)
     parts = [
         product_flops(refine(positions), stack, x, ids, buffer)
         for positions in strided_partition(T, subsets)
     ]
-    return whole, parts
+    return total, parts
 
 
 def markdown() -> str:
@@ -85,8 +85,8 @@ def markdown() -> str:
     for name, config in models().items():
         cells = []
         for subsets in SUBSETS:
-            whole, parts = passes(config, subsets)
-            cells.append(f"{parts[0] / whole:.3f}, {sum(parts) / whole:.3f}")
+            total, parts = passes(config, subsets)
+            cells.append(f"{parts[0] / total:.3f}, {sum(parts) / total:.3f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -85,9 +85,9 @@ def table() -> str:
     for model, paper in PAPER.items():
         for place, beta in enumerate(BETAS[1:]):
             theirs = " / ".join(f"{column[place]:.4f}" for column in paper)
-            whole, added = shares(model, beta, whole_groups=True)
+            grouped, added = shares(model, beta, whole_groups=True)
             spread, _ = shares(model, beta, whole_groups=False)
-            cells = [" / ".join(f"{x:.4f}" for x in row) for row in (whole, spread)]
+            cells = [" / ".join(f"{x:.4f}" for x in row) for row in (grouped, spread)]
             lines.append(
                 f"| {model} | {beta} | {theirs} | {cells[0]} | {cells[1]} | "
                 f"{added / 1e6:+,.0f}M |"

@@ -51,12 +51,12 @@ def table() -> str:
             for name in names
             if prefix + name in runs
         }
-        whole = bytes_a_token(models["transformer_12"])
+        transformer = bytes_a_token(models["transformer_12"])
         for name, model in models.items():
             count, stack = bytes_a_token(model), model.stack
             lines.append(
                 f"| {prefix}{name} | {stack.layers} | {stack.width} | {count:,} | "
-                f"{count / whole:.2f} | {runs[prefix + name].expected} |"
+                f"{count / transformer:.2f} | {runs[prefix + name].expected} |"
             )
     return "\n".join(lines)
 

@@ -164,9 +164,9 @@ def evaluation(steps: int) -> EvaluationConfig:
 def recipe(options: Options, start: Path, name: str) -> Experiment:
     """Returns a tenth of the base's steps from a converted model."""
     steps = max(1, options.steps // 10)
-    whole = base(options)
+    original = base(options)
     return replace(
-        whole,
+        original,
         name=name,
         model=read_experiment(start / "config.json").model,
         optimizer=AdamW(learning_rate=3e-4),
@@ -192,13 +192,13 @@ def run(options: Options, cases: Sequence[Case]) -> int:
     if train(base(options), root, console=console).outcome != "finished":
         console.print("stopped: the same command goes on from here")
         return 130
-    whole = Set(
+    runs = Set(
         base=root,
         runs=options.runs,
         recipe=lambda start, name: recipe(options, start, name),
         console=console,
     )
-    table = whole.run(cases, seeds=options.seeds)
+    table = runs.run(cases, seeds=options.seeds)
     if table is None:
         return 130
     print(table, end="")

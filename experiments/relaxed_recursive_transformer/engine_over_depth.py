@@ -178,8 +178,8 @@ def rows(options: Options) -> Iterator[ServedRow]:
         at, count = parts[rows_], counted[policy]
         e = float(R)
         if over_depth:
-            left = count.exits
-            e = sum(n * left[n] for n in left) / sum(left.values())
+            exits = count.exits
+            e = sum(n * exits[n] for n in exits) / sum(exits.values())
         m = at.missing if policy == "propagate" else 0.0
         # A step of `sequence` has R passes, a tick one.
         bound, paper, passes = 1.0, 1.0, R
@@ -303,12 +303,12 @@ def _forced_bits(model: Decoder, texts: Array, *, strategy: DecodeStrategy) -> A
         # Probabilities of all tokens, whichever was drawn.
         slots, outputs = strategy.step(model, weights, slots, top=vocabulary)
         drew = outputs.tokens != NO_TOKEN
-        given = texts[every, jnp.minimum(slots.drawn, P - 1)]
-        is_given = outputs.top == given[:, None]
+        target = texts[every, jnp.minimum(slots.drawn, P - 1)]
+        is_given = outputs.top == target[:, None]
         logprobs = jnp.where(is_given, outputs.top_logprobs, 0).sum(-1)
         # Another token than the drawn one is read next.
         slots = slots._replace(
-            newest=jnp.where(drew, given, slots.newest),
+            newest=jnp.where(drew, target, slots.newest),
             active=slots.active & (slots.drawn < P - 1),
         )
         return slots, nats - jnp.where(drew, logprobs, 0).sum()

@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     """Does what is not done yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="smollm2.py")
-    whole = Set(
+    runs = Set(
         base=options.base,
         runs=options.runs,
         recipe=lambda start, name: recipe(options, start, name),
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     selected = select(cases(options), options.cases)
     with stopped_after(options.minutes):
-        table = whole.run(selected, seeds=options.seeds)
+        table = runs.run(selected, seeds=options.seeds)
     if table is None:
         return 130
     print(table, end="")

@@ -111,7 +111,7 @@ def _check(call: ChunkAttentionCall) -> None:
             "ends.keys": ends.keys,
             "ends.values": ends.values,
         },
-        whole={
+        integers={
             "ends.documents": ends.documents,
             "first": first,
             "documents": documents,

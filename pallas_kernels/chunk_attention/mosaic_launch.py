@@ -161,10 +161,10 @@ def choose_tiles(*, length: int, ends: int, blocks: BlockSizes | None = None) ->
     Args:
       blocks: sizes in place of these.
     """
-    given = {} if blocks is None else blocks.given()
+    sizes = {} if blocks is None else blocks.given()
     return Tiles(
-        block_q=min(given.get("block_q", 512), length),
-        block_k=min(given.get("block_k", 512), ends),
+        block_q=min(sizes.get("block_q", 512), length),
+        block_k=min(sizes.get("block_k", 512), ends),
     )
 
 
@@ -176,12 +176,12 @@ def refusal_of_tiles(launch: "Launch", itemsize: int) -> str | None:
     """
     tiles, E = launch.tiles, launch.width
     axes = {"block_q": (launch.length, "positions"), "block_k": (launch.ends, "ends")}
-    for name, (whole, what) in axes.items():
+    for name, (length, what) in axes.items():
         size = getattr(tiles, name)
-        if size % LANES and size < whole:
+        if size % LANES and size < length:
             return (
                 f"{name} must be a multiple of {LANES}, or {what} of the call, got "
-                f"{size} of {whole}"
+                f"{size} of {length}"
             )
     # What the queries' gradient takes: two buffers of each block, sums and four arrays
     # of logits in float32.

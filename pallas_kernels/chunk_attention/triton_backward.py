@@ -56,7 +56,7 @@ def position_gradients(
         lambda n, i, b: (n // N, b, blocks - 1 - i, n % N, 0),
     )
     scalars = pl.BlockSpec((None, rows, H), lambda n, i, b: (b, blocks - 1 - i, 0))
-    whole = pl.BlockSpec((None, H, S, E), lambda n, i, b: (b, 0, 0, 0))
+    all_keys = pl.BlockSpec((None, H, S, E), lambda n, i, b: (b, 0, 0, 0))
     by_head = pl.BlockSpec((None, H, rows), lambda n, i, b: (b, 0, blocks - 1 - i))
     return launch_kernel(
         launch,
@@ -76,8 +76,8 @@ def position_gradients(
             of_group,
             scalars,
             by_row,
-            whole,
-            whole,
+            all_keys,
+            all_keys,
             by_row,
             by_head,
             by_row,

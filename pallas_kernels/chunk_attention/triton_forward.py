@@ -41,7 +41,7 @@ def attend(
         (None, rows, None, E), lambda h, i, b: (*at(h, i, b), h % N, 0)
     )
     scalars = pl.BlockSpec((None, rows, None), lambda h, i, b: (*at(h, i, b), h))
-    whole = pl.BlockSpec((None, None, S, E), lambda h, i, b: (b, h, 0, 0))
+    all_keys = pl.BlockSpec((None, None, S, E), lambda h, i, b: (b, h, 0, 0))
     lse = pl.BlockSpec((None, None, rows), lambda h, i, b: (b, h, blocks - 1 - i))
     o, lse = launch_kernel(
         launch,
@@ -58,8 +58,8 @@ def attend(
             of_group,
             scalars,
             by_row,
-            whole,
-            whole,
+            all_keys,
+            all_keys,
         ],
         out_specs=[by_row, lse],
         out_shape=[

@@ -123,12 +123,12 @@ def choose_tiles(
     Args:
       blocks: sizes in place of these.
     """
-    given = {} if blocks is None else blocks.given()
+    overrides = {} if blocks is None else blocks.given()
     # What a program sums up, [rows, E] in float32, must stay in registers.
     most = 128 if width <= 128 else 32
     if wide:
         most = min(64, max(4096 // width, 16))
-    rows = given.get("block_q", min(max(next_power(length), 16), most))
+    rows = overrides.get("block_q", min(max(next_power(length), 16), most))
     programs = batch * groups * -(-length // rows)
     # Few programs leave multiprocessors idle: heads of a group are then shared out.
     splits, per_group = 1, heads // groups
@@ -143,7 +143,7 @@ def choose_tiles(
         "warps": None,
         "stages": 2,
     }
-    return Tiles(**(sizes | given))
+    return Tiles(**(sizes | overrides))
 
 
 def refusal_of_tiles(

@@ -167,12 +167,12 @@ def _weighted(values: Array, p: Array, dtype) -> Array:
     part = few_queries.choose_part(B, p.shape[3], S)
     if part == S:
         return _product("bhse,bhst->bhet", values, p, dtype)
-    whole = S - S % part
-    v, w = (x[:, :, :whole].reshape(B, H, -1, part, x.shape[3]) for x in (values, p))
+    end = S - S % part
+    v, w = (x[:, :, :end].reshape(B, H, -1, part, x.shape[3]) for x in (values, p))
     sums = _product("bhnse,bhnst->bhnet", v, w, dtype)
     # Separate from the sum over the parts, with which XLA would fuse it again.
     o = jnp.sum(jax.lax.optimization_barrier(sums), axis=2)
-    rest = _product("bhse,bhst->bhet", values[:, :, whole:], p[:, :, whole:], dtype)
+    rest = _product("bhse,bhst->bhet", values[:, :, end:], p[:, :, end:], dtype)
     return o + rest
 
 
@@ -191,6 +191,6 @@ def _joined(parts: list[dict[str, Array]], length: int) -> dict[str, Array]:
     for name in parts[0]:
         pieces = [jnp.moveaxis(part[name], 0, 2) for part in parts]
         pieces = [x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in pieces]
-        whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
-        joined[name] = whole[:, :, :length]
+        stream = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
+        joined[name] = stream[:, :, :length]
     return joined

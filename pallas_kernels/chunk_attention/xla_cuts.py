@@ -70,10 +70,10 @@ def choose_tiles(
     Args:
       blocks: sizes in place of these; with any of them a call is cut into tiles.
     """
-    given = {} if blocks is None else blocks.given()
+    sizes = {} if blocks is None else blocks.given()
     few = ends <= _TILE or 2 * length < _TILE
-    if not ends or (few and not given):
+    if not ends or (few and not sizes):
         return None
-    width = given.get("block_k", min(_TILE, 1 << (ends // 4).bit_length()))
-    height = given.get("block_q", max(_TILE * _TILE // width, 1))
+    width = sizes.get("block_k", min(_TILE, 1 << (ends // 4).bit_length()))
+    height = sizes.get("block_q", max(_TILE * _TILE // width, 1))
     return Tiles(block_q=min(height, length), block_k=min(width, ends))

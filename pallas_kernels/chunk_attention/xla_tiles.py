@@ -137,13 +137,15 @@ class _Head(NamedTuple):
         """Runs `add_block(j, running, masked)` over the tiles of ends `rows` see."""
         tiled, tiles = self.tiled, self.tiled.tiles
         seen = partial(seen_ends, self.first, chunk=tiled.chunk, ends=tiled.ends)
-        whole = 0 if self.documents is not None else seen(rows.start) // tiles.block_k
+        unmasked = (
+            0 if self.documents is not None else seen(rows.start) // tiles.block_k
+        )
         last = jnp.minimum(rows.start + tiles.block_q, tiled.length) - 1
         blocks = cdiv(seen(last), tiles.block_k)
         plain = partial(add_block, masked=False)
-        running = jax.lax.fori_loop(0, whole, plain, running)
+        running = jax.lax.fori_loop(0, unmasked, plain, running)
         return jax.lax.fori_loop(
-            whole, blocks, partial(add_block, masked=True), running
+            unmasked, blocks, partial(add_block, masked=True), running
         )
 
     def logits(self, j, rows: _Rows, masked: bool):

@@ -186,7 +186,7 @@ def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
     dispatch.check_kinds(
         op,
         floating=gates | dict(streams) | states,
-        whole={"lengths": lengths},
+        integers={"lengths": lengths},
         truth={"starts": starts},
     )
     if chunk is not None and chunk < 1:
@@ -205,8 +205,8 @@ def find_cut(call: GatedScanCall) -> Cut | None:
 
     def divide(devices: int) -> bool:
         part, rest = divmod(D, devices)
-        whole = rest == 0 and part % head == 0
-        return whole and all(W == D or part % W == 0 for W in widths)
+        fits = rest == 0 and part % head == 0
+        return fits and all(W == D or part % W == 0 for W in widths)
 
     return mesh_cut.find_cut(B, divide)
 

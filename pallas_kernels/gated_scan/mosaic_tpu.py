@@ -136,7 +136,7 @@ def backward(
 def _cut(call: GatedScanCall) -> tuple[Launch, GateInputs]:
     """Returns (how the call is cut, what its kernels read of the gate)."""
     B, T, D = call.gate.shape
-    whole = D + -D % LANES
+    padded = D + -D % LANES
     tiles = _tiles(call)
     # Stretches that are linked may be longer than a chunk.
     period = call.period if tiles.linked else None
@@ -145,8 +145,8 @@ def _cut(call: GatedScanCall) -> tuple[Launch, GateInputs]:
     launch = Launch(
         B=B,
         T=T,
-        D=whole,
-        widths=tuple(whole if width % LANES else width for width in widths),
+        D=padded,
+        widths=tuple(padded if width % LANES else width for width in widths),
         logits=bias is not None,
         resets=0 if resets is None else len(resets),
         tiles=tiles,
@@ -176,8 +176,8 @@ def _head_read(call: GatedScanCall, tiles: Tiles) -> int:
     """Returns E where the kernels read for the queries; 0: they are read apart."""
     # The ends that kernels see are those of stretches; heads are lanes of one register.
     head, D, W = call.head, call.gate.shape[2], call.values[-1].shape[2]
-    whole = D % LANES == 0 and W % LANES == 0
-    if tiles.linked or not head or not whole or D // head > LANES:
+    aligned = D % LANES == 0 and W % LANES == 0
+    if tiles.linked or not head or not aligned or D // head > LANES:
         return 0
     return head
 

@@ -121,8 +121,8 @@ def backward(
 
 def _block(call: GatedScanCall) -> int:
     """Returns the positions of a block of a full sequence."""
-    given = call.options.blocks.given()
-    return min(given.get("stretch", _BLOCK), call.gate.shape[1])
+    sizes = call.options.blocks.given()
+    return min(sizes.get("stretch", _BLOCK), call.gate.shape[1])
 
 
 def blocked_forward(

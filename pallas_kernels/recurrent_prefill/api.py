@@ -111,7 +111,8 @@ def check_call(call: RecurrentPrefillCall) -> None:
     check_kinds(
         "recurrent_prefill",
         floating={"x": x} | named | pairs,
-        whole={f"cache.{name}": leaf for name, leaf in places.items()} | rows._asdict(),
+        integers={f"cache.{name}": leaf for name, leaf in places.items()}
+        | rows._asdict(),
     )
     if schedule not in (None, *get_args(Schedule)):
         raise ValueError(
@@ -188,8 +189,8 @@ def _check_cache(
 
 def _check_rows(x: Array, cache: RecurrentCache, rows: Rows) -> None:
     B, T = x.shape[:2]
-    given = {"lengths": (rows.lengths, (B,)), "segments": (rows.segments, (B, T))}
-    check_shapes("recurrent_prefill", given)
+    arrays = {"lengths": (rows.lengths, (B,)), "segments": (rows.segments, (B, T))}
+    check_shapes("recurrent_prefill", arrays)
     if rows.segments is not None and cache.slots:
         raise NotImplementedError(
             "recurrent_prefill: segments work with the training cache (length "

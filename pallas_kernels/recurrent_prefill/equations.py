@@ -63,12 +63,12 @@ def prepare(weights: LayerWeights, dtype) -> PreparedWeights:
         # Of biases and the matrices they belong to: one is for all columns or for none.
         if all(bias is None for bias, _ in parts):
             return None
-        whole = [
+        columns = [
             jnp.zeros((L, part[0, 0].size)) if bias is None else bias.reshape(L, -1)
             for bias, part in parts
             if part is not None
         ]
-        return jnp.concatenate(whole, axis=-1)
+        return jnp.concatenate(columns, axis=-1)
 
     return PreparedWeights(
         # One product for queries and temporary pairs, which read the layer's input, and

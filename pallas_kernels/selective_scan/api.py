@@ -157,6 +157,6 @@ def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) ->
     dispatch.check_kinds(
         "selective_scan",
         floating=of_channels | {"dt_bias": dt_bias, "initial": initial},
-        whole={"lengths": lengths},
+        integers={"lengths": lengths},
         truth={"starts": starts},
     )

@@ -57,11 +57,11 @@ def choose_tiles(
     Args:
       blocks: sizes in place of these.
     """
-    given = {} if blocks is None else blocks.given()
+    overrides = {} if blocks is None else blocks.given()
     groups = channels // LANES
     most = max(n for n in (1, 2, 3, 4) if groups % n == 0)
     sizes = {"channels": most * LANES, "unroll": min(chunk, 8)}
-    return Tiles(**(sizes | given))
+    return Tiles(**(sizes | overrides))
 
 
 def refusal_of_tiles(

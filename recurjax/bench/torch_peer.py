@@ -14,7 +14,7 @@ def answer_of(
     python: str,
     script: Path,
     *words: str,
-    given: str | None = None,
+    stdin: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
     """Runs a script in that interpreter; returns the JSON of the last line it prints.
@@ -22,7 +22,7 @@ def answer_of(
     Args:
       python: the interpreter.
       words: for the script's command line.
-      given: for its standard input.
+      stdin: for its standard input.
       environment: variables that it gets in addition to ours.
 
     Raises:
@@ -32,7 +32,7 @@ def answer_of(
     variables = {**os.environ, **(environment or {})}
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, env=variables
+            command, input=stdin, capture_output=True, text=True, env=variables
         )
     except OSError as error:
         raise UserError(f"--torch-python: {error}") from error

@@ -358,8 +358,8 @@ def _as_json(texts: list[tuple[str, str]], result: Generation, *, step: int) -> 
     ]
     for generation, loops in zip(generations, result.loops or (), strict=False):
         generation["loops"] = loops
-    whole = {"step": step, "generations": generations, "timing": timing}
-    return json_text(whole, ensure_ascii=False, indent=1) + "\n"
+    document = {"step": step, "generations": generations, "timing": timing}
+    return json_text(document, ensure_ascii=False, indent=1) + "\n"
 
 
 def _speed(timing: Timing) -> str:
@@ -414,12 +414,12 @@ class _TextLines:
         try:
             data = file.read_bytes() if file.exists() else b""
             # A kill cut off a line without its end: generate its text again.
-            whole = data[: data.rfind(b"\n") + 1]
-            for row, line in enumerate(whole.splitlines(), start=1):
+            complete = data[: data.rfind(b"\n") + 1]
+            for row, line in enumerate(complete.splitlines(), start=1):
                 self._remember(line, f"line {row} of {file}", prompts)
-            if data != whole:
+            if data != complete:
                 with file.open("r+b") as opened:
-                    opened.truncate(len(whole))
+                    opened.truncate(len(complete))
             file.open("ab").close()  # Check that it can be written before any work.
         except OSError as error:
             raise UserError(f"--json-lines: cannot write to {file}: {error}") from error

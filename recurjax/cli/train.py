@@ -125,8 +125,8 @@ def _with_fitting_warmup(
     """
     steps, full = experiment.training.steps, default.training.steps
     warmup = experiment.schedule.warmup_steps
-    given = {word.split("=", 1)[0].replace("_", "-") for word in options}
-    if steps >= full or not warmup or "--schedule.warmup-steps" in given:
+    named = {word.split("=", 1)[0].replace("_", "-") for word in options}
+    if steps >= full or not warmup or "--schedule.warmup-steps" in named:
         return experiment
     shorter = round(warmup * steps / full)
     print(
@@ -175,9 +175,9 @@ def with_own_text(
     Raises:
       UserError: the words name no corpus or tokenizer, or the experiment reads none.
     """
-    text_words, left = _split(words)
+    text_words, rest = _split(words)
     if not text_words:
-        return experiment, left
+        return experiment, rest
     options = parse(CorpusOptions, text_words, prog=prog)
     data = experiment.data
     if isinstance(data, TaskData):
@@ -216,21 +216,21 @@ def with_own_text(
     data = dataclasses.replace(
         data, corpus=corpus, tokenizer=tokenizer, validation_fraction=held_out
     )
-    return dataclasses.replace(experiment, name=name, data=data, model=model), left
+    return dataclasses.replace(experiment, name=name, data=data, model=model), rest
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Parts the words: options of `CorpusOptions` with their values, and the others."""
     names = {f"--{field.name}" for field in dataclasses.fields(CorpusOptions)}
     options: list[str] = []
-    left: list[str] = []
+    rest: list[str] = []
     # A word belongs to the option before it, until the next option.
-    into = left
+    into = rest
     for word in words:
         if word.startswith("--"):
-            into = options if word.partition("=")[0] in names else left
+            into = options if word.partition("=")[0] in names else rest
         into.append(word)
-    return options, left
+    return options, rest
 
 
 def _short(tokenizer: str) -> str:

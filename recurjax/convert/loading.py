@@ -133,8 +133,8 @@ def _read(
         bad[piece.tensor] = count
     ours = piece.take(disk)
     # jax may keep a CPU array's memory: what is a part of the tensor gets its own.
-    whole = ours.size == disk.size and ours.flags.c_contiguous
-    return ours if whole else np.array(ours, order="C")
+    contiguous = ours.size == disk.size and ours.flags.c_contiguous
+    return ours if contiguous else np.array(ours, order="C")
 
 
 def _place(array: np.ndarray, sharding: Any) -> jax.Array:

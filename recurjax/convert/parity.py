@@ -243,10 +243,10 @@ def _run(
     command: Sequence[str], ids: np.ndarray, new_tokens: int, python: str | None
 ) -> dict[str, Any] | NotMeasured:
     with tempfile.TemporaryDirectory() as folder:
-        given, out = Path(folder) / "ids.npy", Path(folder) / "result.npz"
+        inputs, out = Path(folder) / "ids.npy", Path(folder) / "result.npz"
         # Through files: the other interpreter may have another numpy.
-        np.save(given, ids)
-        words = [python or sys.executable, *command, "--ids", given, "--out", out]
+        np.save(inputs, ids)
+        words = [python or sys.executable, *command, "--ids", inputs, "--out", out]
         words += ["--new-tokens", new_tokens]
         try:
             done = subprocess.run(

@@ -188,18 +188,18 @@ def packed(examples: Sequence[Example], length: int) -> list[list[int]]:
     """
     sizes = [len(example.prompt) + len(example.answer) - 1 for example in examples]
     rows: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # free places of each open row, ascending
+    spaces: list[tuple[int, int]] = []  # free places of each open row, ascending
     # Break ties by number, so that every process makes the same plan.
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
         # Best fit: the open row with the least room that is still enough.
-        at = bisect.bisect_left(left, (sizes[number], 0))
-        if at == len(left):
+        at = bisect.bisect_left(spaces, (sizes[number], 0))
+        if at == len(spaces):
             free, row = length, len(rows)
             rows.append([])
         else:
-            free, row = left.pop(at)
+            free, row = spaces.pop(at)
         rows[row].append(number)
-        bisect.insort(left, (free - sizes[number], row))
+        bisect.insort(spaces, (free - sizes[number], row))
     return sorted(sorted(row) for row in rows)
 
 

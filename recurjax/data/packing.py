@@ -52,22 +52,22 @@ class BestFit:
         It holds fewer tokens than `capacity` only where the documents have come to
         their end, and none after that.
         """
-        row, left = [], capacity
-        while left > 0:
+        row, space = [], capacity
+        while space > 0:
             self._fill()
             if not len(self._documents):
                 break
             # Documents that do not fit count 0; argmax takes the first of the largest,
             # the one that has waited longest.
-            fitting = np.where(self._lengths <= left, self._lengths, 0)
+            fitting = np.where(self._lengths <= space, self._lengths, 0)
             best = int(fitting.argmax())
             # None fits: the shortest loses least when it is cropped.
             if fitting[best] == 0:
                 best = int(self._lengths.argmin())
-            take = min(int(self._lengths[best]), left)
+            take = min(int(self._lengths[best]), space)
             row.append((int(self._documents[best]), take))
             # A document's cropped rest is never used: every row starts with BOS.
-            left -= take
+            space -= take
             self._documents = np.delete(self._documents, best)
             self._lengths = np.delete(self._lengths, best)
         return row

@@ -38,11 +38,11 @@ class Shares:
         self._firsts = [row for row, _ in changes]
         self._cycles = [_Cycle(weights) for _, weights in changes]
         # Rows that each part has given where a cycle begins.
-        given = [np.zeros(len(changes[0][1]), np.int64)]
+        totals = [np.zeros(len(changes[0][1]), np.int64)]
         for at in range(1, len(changes)):
             rows = self._firsts[at] - self._firsts[at - 1]
-            given.append(given[-1] + self._cycles[at - 1].counts(rows))
-        self._given: list[list[int]] = [counts.tolist() for counts in given]
+            totals.append(totals[-1] + self._cycles[at - 1].counts(rows))
+        self._totals: list[list[int]] = [counts.tolist() for counts in totals]
 
     def rows(self, first: int, stop: int) -> dict[int, tuple[int, list[int]]]:
         """Returns, by part, where rows first .. stop-1 come from.
@@ -66,7 +66,7 @@ class Shares:
                     result[part][1].append(row)
                 else:
                     before = cycles * cycle.per_cycle[part] + cycle.earlier[place]
-                    result[part] = self._given[at][part] + before, [row]
+                    result[part] = self._totals[at][part] + before, [row]
                 place += 1
             begin = end
         return result
@@ -136,12 +136,12 @@ def _in_order(parts: list[int]) -> Int32[np.ndarray, " N"]:
     if len(present) == 1:
         return np.full(length, present[0], np.int32)
     gap = 2 * len(present) - 2
-    given = dict.fromkeys(present, 0)
+    counts = dict.fromkeys(present, 0)
     order = np.zeros(length, np.int32)
     for n in range(length):
         best: tuple[Fraction | float, int] | None = None
         for p in present:
-            claim = parts[p] * (n + 1) - length * given[p]
+            claim = parts[p] * (n + 1) - length * counts[p]
             # The claim has not grown to where a row of this part is allowed.
             if gap * claim < length:
                 continue
@@ -152,5 +152,5 @@ def _in_order(parts: list[int]) -> Int32[np.ndarray, " N"]:
                 best = (end, p)
         assert best is not None  # claims sum to M, so one reaches M / P
         order[n] = best[1]
-        given[best[1]] += 1
+        counts[best[1]] += 1
     return order

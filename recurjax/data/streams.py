@@ -242,13 +242,13 @@ def validation_start(
     target = int(fraction * int(document_bytes.sum()))
     # Counted from the end: bytes of the last document, of the last two, ...
     after = np.cumsum(document_bytes[::-1])
-    whole = int(np.searchsorted(after, target, side="right"))
-    first = len(document_bytes) - whole  # the first document that is all validation
-    stop = stream.tokens if whole == 0 else int(stream.starts[first])
+    documents = int(np.searchsorted(after, target, side="right"))
+    first = len(document_bytes) - documents  # the first document that is all validation
+    stop = stream.tokens if documents == 0 else int(stream.starts[first])
     if first == 0:
         # All of the corpus is validation.
         return stop
-    left = target - (int(after[whole - 1]) if whole else 0)
+    inside = target - (int(after[documents - 1]) if documents else 0)
     # The cut is inside this document: its tokens are counted from its end.
     [ids] = stream.read([(int(stream.starts[first - 1]), stop)])
-    return stop - validation_tokens(ids, tokenizer, left)
+    return stop - validation_tokens(ids, tokenizer, inside)

@@ -83,9 +83,9 @@ class Answerer:
             for number, question in enumerate(questions)
         ]
         # Equal prompts run once; sampled answers have their position in the key.
-        left = {key: n for n, key in enumerate(keys) if key not in journal}
-        self.report(len(questions) - len(left))
-        for number, text in self._answers(questions, list(left.values())):
+        unanswered = {key: n for n, key in enumerate(keys) if key not in journal}
+        self.report(len(questions) - len(unanswered))
+        for number, text in self._answers(questions, list(unanswered.values())):
             journal.add([(keys[number], text)])
             self.report(1)
         return [journal[key] for key in keys]

@@ -376,15 +376,15 @@ def prompts(
             shared = _common([row[::-1] for row in rows])
             return [Prompt(row, len(row) - shared, len(row)) for row in rows]
         case "language_modeling":
-            without, whole = rows
+            without, full = rows
             # A token may reach over the join: it is scored with the continuation.
-            start = _common([without, whole])
-            if start == len(whole):
+            start = _common([without, full])
+            if start == len(full):
                 raise UserError(
                     f"prompts: item {number} of {task.label}: the continuation adds no "
                     "token to its context"
                 )
-            return [Prompt(whole, start, len(whole))]
+            return [Prompt(full, start, len(full))]
 
 
 def cropped(prompt: Prompt, longest: int | None) -> Prompt:

@@ -102,8 +102,8 @@ class HarnessModel(TemplateLM):
                 "--model_args needs a run directory, as in run=runs/quickstart"
             )
         loaded = load_run(run, step=known.pop("step", None))
-        given = {name: x for name, x in (additional_config or {}).items() if x}
-        rows = known.pop("rows", given.get("batch_size", 16))
+        settings = {name: x for name, x in (additional_config or {}).items() if x}
+        rows = known.pop("rows", settings.get("batch_size", 16))
         # The harness passes its own batch size, which may be the word "auto".
         window = known.pop("length", loaded.experiment.training.length)
         bos = known.pop("bos", True)

@@ -59,8 +59,8 @@ def read_chains(
             # Where the first wrong byte follows an element, that element counts if the
             # byte ends it: as text too the chain then is right so far.
             ended = reached % element or instead in _ENDERS
-            whole = max(0, reached if ended else reached - 1) // element
-            chains += [whole / elements] if query else []
+            complete = max(0, reached if ended else reached - 1) // element
+            chains += [complete / elements] if query else []
     return chains
 
 

@@ -64,10 +64,10 @@ class Journal:
         if self._file is None or not self._file.is_file():
             # The last line is complete if the text ends with a line break.
             return []
-        whole, _, cut = self._file.read_bytes().rpartition(b"\n")
+        complete, _, cut = self._file.read_bytes().rpartition(b"\n")
         if cut:  # else the next line would be written after the half of another
-            write_atomic(self._file, whole + b"\n" if whole else b"")
-        return list(_entries(whole))
+            write_atomic(self._file, complete + b"\n" if complete else b"")
+        return list(_entries(complete))
 
 
 def key_of(*request: Any) -> str:

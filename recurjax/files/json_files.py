@@ -91,8 +91,8 @@ def _is_deeper(values: Any, most: int) -> bool:
     for _ in range(most):
         level = [
             part
-            for whole in level
-            for part in (whole.values() if isinstance(whole, dict) else whole)
+            for parent in level
+            for part in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(part, (dict, list))
         ]
     return bool(level)

@@ -52,5 +52,5 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     # Whoever reads a row draws or compares what it holds.
     figures = [value for name, value in row.items() if name != "kind"]
-    whole = all(value is None or isinstance(value, int | float) for value in figures)
-    return row if whole else None
+    numeric = all(value is None or isinstance(value, int | float) for value in figures)
+    return row if numeric else None

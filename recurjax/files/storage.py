@@ -259,8 +259,8 @@ class Store:
         self.remove([".recurjax-writes-here"])
 
     def _inner(self, name: str) -> str:
-        whole = f"{self.url}/{name}" if name else self.url
-        return self.system._strip_protocol(whole)
+        path = f"{self.url}/{name}" if name else self.url
+        return self.system._strip_protocol(path)
 
     def _ask(self, ask: Callable[[], T]) -> T:
         self.requests.count()
@@ -454,9 +454,9 @@ def _user_error(url: str, error: Exception) -> UserError:
     if isinstance(error, FileNotFoundError):
         error = _behind_not_found(error) or error
     text = " ".join(str(error).split()) or type(error).__name__
-    whole = f"{type(error).__name__} {text}".lower()
+    message = f"{type(error).__name__} {text}".lower()
     scheme = url.partition("://")[0]
-    if "certificate_verify_failed" in whole or "certificateerror" in whole:
+    if "certificate_verify_failed" in message or "certificateerror" in message:
         why = re.search(r"verify failed: ([^(\]]+)", text)
         return UserError(
             f"{url}: the server's certificate is not one that this machine trusts "
@@ -464,7 +464,7 @@ def _user_error(url: str, error: Exception) -> UserError:
             "authority's certificates in $SSL_CERT_FILE, or copy the file here"
         )
     # Each store has its own class for this; words of the message are what they share.
-    if scheme in _CREDENTIALS and any(word in whole for word in _WORDS):
+    if scheme in _CREDENTIALS and any(word in message for word in _WORDS):
         return UserError(
             f"{url} cannot be used without credentials that may: "
             f"{_CREDENTIALS[scheme]} ({text[:160]})"
@@ -483,5 +483,5 @@ def _lacks_credentials(scheme: str) -> bool:
     if scheme not in _CREDENTIALS_PLACES:
         return False
     variables, file = _CREDENTIALS_PLACES[scheme]
-    given = any(os.environ.get(name) for name in variables)
-    return not given and not Path(file).expanduser().is_file()
+    in_environment = any(os.environ.get(name) for name in variables)
+    return not in_environment and not Path(file).expanduser().is_file()

@@ -260,17 +260,17 @@ def continue_prompts(
     )
     encoded = encode_prompts(prompts, tokenizer, bos=bos)
     every = list(itertools.product(enumerate(encoded), adapters))
-    left = [number for number in range(len(every)) if number not in skip]
-    if skip and not left:
+    pending = [number for number in range(len(every)) if number not in skip]
+    if skip and not pending:
         return
     # Each text draws from the stream of its prompt's number: what is skipped, or ends
     # earlier, changes nothing in the others.
     requests = []
-    for (number, ids), adapter in (every[n] for n in left):
+    for (number, ids), adapter in (every[n] for n in pending):
         requests.append((ids, replace(settings, stream=number, adapter=adapter)))
     finished = continue_requests(model, requests, tokenizer=tokenizer, **options)
     for place, request in finished:
-        yield left[place], request
+        yield pending[place], request
 
 
 def continue_requests(

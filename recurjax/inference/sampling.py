@@ -69,11 +69,11 @@ def requested_sampling(
     Returns:
       The config, and those of the model's defaults that it has, as text.
     """
-    given = {f.name: getattr(options, f.name) for f in fields(SamplingConfig)}
-    given = {name: value for name, value in given.items() if value is not None}
-    taken = {name: value for name, value in defaults.items() if name not in given}
+    explicit = {f.name: getattr(options, f.name) for f in fields(SamplingConfig)}
+    explicit = {name: value for name, value in explicit.items() if value is not None}
+    taken = {name: value for name, value in defaults.items() if name not in explicit}
     names = [f"{name} {value}" for name, value in taken.items()]
-    return replace(PLAIN, **taken, **given), names
+    return replace(PLAIN, **taken, **explicit), names
 
 
 class RowSampling(NamedTuple):

@@ -160,8 +160,8 @@ class QuantizedWeight:
         groups = (*shape[:at], self.groups, -1, *shape[at + self.inputs :])
         wide = jnp.promote_types(dtype, self.dtype)
         scales = jnp.expand_dims(self.scales, at + 1)
-        whole = self.values.reshape(groups).astype(wide) * scales
-        return whole.reshape(shape).astype(dtype)
+        dense = self.values.reshape(groups).astype(wide) * scales
+        return dense.reshape(shape).astype(dtype)
 
 
 INT4_GROUP = 64

@@ -27,7 +27,7 @@ def cache_folder() -> Path | None:
     None: the variable is set to nothing, so that nothing is to be kept, or it is not
     set and the user has no home.
     """
-    given = os.environ.get(VARIABLE)
-    if given == "":
+    folder = os.environ.get(VARIABLE)
+    if folder == "":
         return None
-    return Path(given).expanduser() if given else user_cache()
+    return Path(folder).expanduser() if folder else user_cache()

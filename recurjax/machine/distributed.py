@@ -38,17 +38,17 @@ def start_processes() -> None:
     if jax.distributed.is_initialized():
         return process_group.watch()
     names = (_COORDINATOR, _COUNT, _RANK)
-    given = [name for name in names if name in os.environ]
-    if given == [_COUNT] and os.environ[_COUNT] == "1":
+    present = [name for name in names if name in os.environ]
+    if present == [_COUNT] and os.environ[_COUNT] == "1":
         return
     # Two of three would have jax guess the third, and guess wrongly without a word.
-    if given and len(given) < len(names):
-        missing = ", ".join(name for name in names if name not in given)
+    if present and len(present) < len(names):
+        missing = ", ".join(name for name in names if name not in present)
         raise UserError(
-            f"{given[0]} is set but {missing} is not: set all three or none"
+            f"{present[0]} is set but {missing} is not: set all three or none"
         )
     try:
-        if given:
+        if present:
             count, rank = int(os.environ[_COUNT]), int(os.environ[_RANK])
             jax.distributed.initialize(
                 os.environ[_COORDINATOR],

@@ -89,10 +89,10 @@ def _are_flags(value: str) -> bool:
 def _set_flags(flags: dict[str, str]) -> None:
     if not _are_flags(os.environ.get("XLA_FLAGS", "")):
         return  # a file of flags, next to which XLA takes no others
-    given = os.environ.get("XLA_FLAGS", "").split()
-    names = {flag.partition("=")[0] for flag in given}
+    present = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.partition("=")[0] for flag in present}
     ours = [f"{flag}={value}" for flag, value in flags.items() if flag not in names]
-    os.environ["XLA_FLAGS"] = " ".join([*given, *ours])
+    os.environ["XLA_FLAGS"] = " ".join([*present, *ours])
 
 
 def start_cpu_devices(count: int) -> None:

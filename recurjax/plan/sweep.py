@@ -212,15 +212,15 @@ def _factorisations(
             f"{devices} devices, got {experiment.mesh.stage} and "
             f"{experiment.mesh.sequence}"
         )
-    left = devices // fixed
+    rest = devices // fixed
     width = experiment.model.stack.width
-    for tensor in _divisors(left):
+    for tensor in _divisors(rest):
         # A width that does not divide would be replicated, and the axis wasted.
         if width % tensor:
             continue
-        for fsdp in _divisors(left // tensor):
+        for fsdp in _divisors(rest // tensor):
             if width % fsdp == 0:
-                yield left // tensor // fsdp, fsdp, tensor
+                yield rest // tensor // fsdp, fsdp, tensor
 
 
 def _divisors(number: int) -> list[int]:

@@ -206,17 +206,17 @@ def _moved_by_fusion(
     read = 0
     seen: set[str] = set()
     for place, name in enumerate(fusion.operands):
-        whole = array_bytes(here[name].type)
-        if name in seen or whole == 0:
+        size = array_bytes(here[name].type)
+        if name in seen or size == 0:
             continue
         seen.add(name)
         parameter = parameters[place]
         if any(_viewed(inside, result).name == parameter for result in results):
-            read += whole
+            read += size
             continue
         # Slices that several users read can exceed the array: then count the full
         # array.
-        read += min(whole, _read(module, inside, parameter, whole))
+        read += min(size, _read(module, inside, parameter, size))
     return read + min(written, array_bytes(fusion.type))
 
 
@@ -229,7 +229,7 @@ def _parameters(inside: dict[str, Instruction]) -> dict[int, str]:
     }
 
 
-def _read(module: Module, inside: dict[str, Instruction], name: str, whole: int) -> int:
+def _read(module: Module, inside: dict[str, Instruction], name: str, size: int) -> int:
     """Returns the bytes that a fusion reads of one of its parameters."""
     total = 0
     for user in inside.values():
@@ -237,7 +237,7 @@ def _read(module: Module, inside: dict[str, Instruction], name: str, whole: int)
             continue
         if user.opcode in _VIEWS:
             # The same numbers in another shape or layout: what reads those counts.
-            total += _read(module, inside, user.name, whole)
+            total += _read(module, inside, user.name, size)
         elif user.opcode == "fusion":
             # TPUs' fusions hold fusions, which may take a slice, or be a view.
             called = user.attribute("calls") or ""
@@ -245,17 +245,17 @@ def _read(module: Module, inside: dict[str, Instruction], name: str, whole: int)
             parameters = _parameters(within)
             for place, operand in enumerate(user.operands):
                 if operand == name:
-                    total += _read(module, within, parameters[place], whole)
+                    total += _read(module, within, parameters[place], size)
                     if _viewed(within, module.root(called)).name == parameters[place]:
-                        total += _read(module, inside, user.name, whole)
+                        total += _read(module, inside, user.name, size)
         # The slice's start indices are operands too; only the sliced array counts so.
         elif user.opcode in _SLICES and user.operands[0] == name:
             total += array_bytes(user.type, on_chip=True)
         elif user.opcode in _IN_PLACE and user.operands[0] == name:
             total += 0  # only its new part is touched
         else:
-            return whole  # One user that needs all of it is enough.
-    return min(total, whole)
+            return size  # One user that needs all of it is enough.
+    return min(total, size)
 
 
 def _viewed(inside: dict[str, Instruction], result: Instruction) -> Instruction:
@@ -302,8 +302,8 @@ def _read_of_slice(operand: Instruction, instruction: Instruction) -> int:
 def _moved_by_slice_start(operand: Instruction, start: Instruction) -> int:
     # Its type is a tuple of the array, the slice of it, and what waits for that.
     written = array_bytes(start.type) - array_bytes(operand.type)
-    size, whole = (array_bytes(side.type, on_chip=True) for side in (start, operand))
-    return written + (size - whole if array_bytes(operand.type) else 0)
+    size, source = (array_bytes(side.type, on_chip=True) for side in (start, operand))
+    return written + (size - source if array_bytes(operand.type) else 0)
 
 
 def _kernel_name(instruction: Instruction) -> str:

@@ -64,7 +64,7 @@ class Answers:
             "model": name,
         }
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def response(self, choices: list[Choice]) -> dict[str, Any]:
         """Returns the answer in one piece."""
         rows = []
         for choice in choices:

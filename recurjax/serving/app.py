@@ -239,9 +239,9 @@ class App:
     def _check_key(self, request: Request) -> None:
         if self._key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
         # In constant time: answers' times must not tell how much of it was right.
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        if not hmac.compare_digest(key.encode(), self._key.encode()):
             raise RequestError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -467,7 +467,7 @@ class App:
             check_budget(served, prompts, n=options.n)
             return served, options, list(prompts)
 
-        served, options, given = await self._read(
+        served, options, texts = await self._read(
             request, read, **self._room(chat=False)
         )
         scored = options.echo and options.top_logprobs is not None
@@ -480,7 +480,7 @@ class App:
                 field="echo",
             )
         prompts: list[list[int]] = []
-        for prompt in given:
+        for prompt in texts:
             if isinstance(prompt, str):
                 prompt = await self._in_pool(_encode, served.tokenizer, prompt, True)
             prompts.append(prompt)

@@ -189,10 +189,10 @@ def read_options(
                 field=name[:100],
             )
     top = _top_logprobs(body, chat=chat)
-    seed = _number(body, "seed", None, whole=True, least=-(2**63), most=2**64)
+    seed = _number(body, "seed", None, integer=True, least=-(2**63), most=2**64)
     # 0 and -1 say in other servers' words that all tokens are kept.
     top_k = _number(
-        body, "top_k", defaults.get("top_k", 0), whole=True, least=-1, most=2**31 - 1
+        body, "top_k", defaults.get("top_k", 0), integer=True, least=-1, most=2**31 - 1
     )
     try:
         sampling = SamplingConfig(
@@ -221,8 +221,10 @@ def read_options(
     least = 0 if not chat and _flag(body, "echo") else 1
     return RequestOptions(
         model=_single(body, "model", "", str, "a text"),
-        n=_number(body, "n", 1, whole=True, least=1, most=MOST_CHOICES),
-        max_tokens=_number(body, limit, None, whole=True, least=least, most=2**31 - 1),
+        n=_number(body, "n", 1, integer=True, least=1, most=MOST_CHOICES),
+        max_tokens=_number(
+            body, limit, None, integer=True, least=least, most=2**31 - 1
+        ),
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
         echo=_flag(body, "echo"),
@@ -330,8 +332,8 @@ def _message(message: Any, number: int) -> dict[str, str]:
 def _top_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
     # A count on the one route, a switch and a count on the other.
     if not chat:
-        return _number(body, "logprobs", None, whole=True, least=0, most=20)
-    top = _number(body, "top_logprobs", 0, whole=True, least=0, most=20)
+        return _number(body, "logprobs", None, integer=True, least=0, most=20)
+    top = _number(body, "top_logprobs", 0, integer=True, least=0, most=20)
     if not _flag(body, "logprobs"):
         if top:
             raise RequestError(
@@ -348,7 +350,7 @@ def _number(
     name: str,
     default: Any,
     *,
-    whole: bool = False,
+    integer: bool = False,
     least: float | int,
     most: float | int,
 ) -> Any:
@@ -356,13 +358,13 @@ def _number(
     if value is None:
         return default
     # `type`, not isinstance: true would pass for 1.
-    kinds = (int,) if whole else (int, float)
+    kinds = (int,) if integer else (int, float)
     if type(value) not in kinds or not least <= value <= most:
-        kind = "an integer" if whole else "a number"
+        kind = "an integer" if integer else "a number"
         raise RequestError(
             400, f"{name} must be {kind} from {least} to {most}", field=name
         )
-    return value if whole else float(value)
+    return value if integer else float(value)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

@@ -83,7 +83,7 @@ class WholeAnswer:
         return await asyncio.to_thread(self._response)
 
     def _response(self) -> Response:
-        return JSONResponse(self._answers.whole(self._talk.choices))
+        return JSONResponse(self._answers.response(self._talk.choices))
 
 
 class Events:

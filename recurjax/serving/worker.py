@@ -264,8 +264,8 @@ class Worker:
                 engine.cancel(stream.request)
                 self._running.pop(stream.request, None)
             else:
-                left = [item for item in self._scoring if item[0] is not stream]
-                self._scoring = deque(left)
+                others = [item for item in self._scoring if item[0] is not stream]
+                self._scoring = deque(others)
         self._score(engine)
         self._tell([*filter(None, map(self._news, engine.step()))])
         return True

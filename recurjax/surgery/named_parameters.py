@@ -48,11 +48,11 @@ def stacked(count: int, make: Callable[[int], np.ndarray]) -> np.ndarray:
     A list of them all and their stack would be twice as much.
     """
     first = make(0)
-    whole = np.empty((count, *first.shape), first.dtype)
-    whole[0] = first
+    stacked = np.empty((count, *first.shape), first.dtype)
+    stacked[0] = first
     for index in range(1, count):
-        whole[index] = make(index)
-    return whole
+        stacked[index] = make(index)
+    return stacked
 
 
 def with_parameters(

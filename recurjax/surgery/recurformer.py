@@ -124,12 +124,15 @@ def changes(model: Decoder, length: int) -> Changes:
 def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:
     """Cuts a layer's queries and keys down to the heads that still attend."""
     heads = stack.heads(layer)
-    left, key_heads = np.array(heads.remaining, int), np.array(heads.key_heads, int)
+    remaining, key_heads = (
+        np.array(heads.remaining, int),
+        np.array(heads.key_heads, int),
+    )
     # Heads are axis 1 of a matrix [D, H, E] and on axis 0 of a bias [H, E].
     for name, chosen, axis in (
-        ("w_q", left, 1),
+        ("w_q", remaining, 1),
         ("w_k", key_heads, 1),
-        ("b_q", left, 0),
+        ("b_q", remaining, 0),
         ("b_k", key_heads, 0),
     ):
         if name not in attention:
@@ -139,7 +142,7 @@ def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:
         else:
             del attention[name]
     # Where nothing attends any more there is nothing to normalise.
-    if not len(left):
+    if not len(remaining):
         attention.pop("q_norm", None)
         attention.pop("k_norm", None)
 

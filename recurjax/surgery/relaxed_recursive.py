@@ -228,9 +228,9 @@ def _of_use(
         on_host(ours[f"stack.adapters.{place}.{linear}.w_{side}"][b, repeat])
         for side in ("reduce", "expand")
     )
-    whole = flat(name, value)
-    whole += reduce.astype(np.float64) @ expand.astype(np.float64)
-    return whole.reshape(value.shape).astype(value.dtype)
+    dense = flat(name, value)
+    dense += reduce.astype(np.float64) @ expand.astype(np.float64)
+    return dense.reshape(value.shape).astype(value.dtype)
 
 
 def source_layers(
@@ -405,8 +405,8 @@ class RecursiveParts:
                         factors[name] = Factors(
                             *(np.empty(axes + s.shape, np.float32) for s in pair)
                         )
-                    for whole, side in zip(factors[name], pair, strict=True):
-                        whole[b, repeat] = side
+                    for factor, side in zip(factors[name], pair, strict=True):
+                        factor[b, repeat] = side
                     self._advance(1)
         yield from factors.items()
 
@@ -583,9 +583,9 @@ def kept_energy(
                         for side in ("reduce", "expand")
                     )
                     residual -= reduce.astype(np.float64) @ expand.astype(np.float64)
-                left = float(np.sum(residual**2))
+                after = float(np.sum(residual**2))
                 # A layer that is the shared one leaves nothing to make up for.
-                fraction = 1.0 - left / before if before else 1.0
+                fraction = 1.0 - after / before if before else 1.0
                 energies.append(Energy(depth, name, before**0.5, fraction))
                 advance(1)
     return sorted(energies, key=lambda energy: energy.depth)

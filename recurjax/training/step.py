@@ -150,12 +150,12 @@ def _gradient(
         lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), batch
     )
     count = _counted if counts is None else counts
-    whole = jnp.maximum(count(batch), 1)  # A batch without targets has gradient 0.
+    targets = jnp.maximum(count(batch), 1)  # A batch without targets has gradient 0.
 
     # Weight a part's mean by its share of the targets: the sum is the mean over the
     # full batch, not the mean of the parts' means.
     def shared(part: Batch) -> Any:
-        shares = count(part) / whole
+        shares = count(part) / targets
         if counts is not None:
             (_, metrics), gradient = differentiate(model, part, shares=shares)
             return gradient, metrics

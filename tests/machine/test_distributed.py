@@ -164,6 +164,22 @@ def test_several_slices_of_one_host_are_several_processes(on_tpu_vm):
         assert distributed._has_peers()
 
 
+@pytest.mark.parametrize(("code", "requests"), [(404, 1), (503, 3)])
+def test_an_attribute_that_is_missing_is_asked_for_once(on_tpu_vm, code, requests):
+    """A server that is not ready yet is asked again."""
+    codes = []
+
+    def fails(_, request, timeout):
+        codes.append(code)
+        raise distributed.urllib.error.HTTPError(
+            request.full_url, code, "", request.headers, None
+        )
+
+    on_tpu_vm.setattr(distributed.urllib.request.OpenerDirector, "open", fails)
+    assert not distributed._has_peers()
+    assert codes == [code] * requests
+
+
 def test_a_tpu_vm_without_a_metadata_server_is_alone_after_few_short_tries(on_tpu_vm):
     waits = []
 

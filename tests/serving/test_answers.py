@@ -102,7 +102,7 @@ def news_of(tokens) -> News:
 def test_parts_of_a_character_are_told_by_their_bytes():
     writer, choice = answers(chat=False)
     choice.take(news_of(EURO))
-    (row,) = writer.whole([choice])["choices"]
+    (row,) = writer.response([choice])["choices"]
     parts = ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
     message = row["logprobs"]
     assert message["tokens"] == ["a", *parts, "b"]
@@ -115,7 +115,7 @@ def test_parts_of_a_character_are_told_by_their_bytes():
 def test_chats_tell_the_bytes_that_join_to_the_text():
     writer, choice = answers(chat=True)
     choice.take(news_of(EURO))
-    (row,) = writer.whole([choice])["choices"]
+    (row,) = writer.response([choice])["choices"]
     rows = row["logprobs"]["content"]
     assert b"".join(bytes(row["bytes"]) for row in rows) == EURO
     assert rows[1]["top_logprobs"][1]["bytes"] == [0x80]

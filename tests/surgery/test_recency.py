@@ -89,8 +89,10 @@ def test_heads_are_measured_as_transformers_shows_them(folder):
         assert maps[each][1].shape == ids.shape[1:]
 
 
-def test_contributions_are_weights_times_the_norms_of_values():
-    model = transformer.build(transformer.small(key_heads=2, layers=1))
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_contributions_are_weights_times_the_norms_of_values(cap):
+    config = transformer.small(key_heads=2, layers=1, attention={"soft_cap": cap})
+    model = transformer.build(config)
     ids = np.random.default_rng(0).integers(17, size=(2, 7), dtype=np.int32)
     got = measure_recency(model, [ids], window=2)
     block = jax.tree.map(lambda leaf: leaf[0], model.stack.blocks[0])
@@ -103,7 +105,8 @@ def test_contributions_are_weights_times_the_norms_of_values():
         for b, t in np.ndindex(B, T):
             if t == 0:  # It has nothing but the first token.
                 continue
-            weights = np.exp(keys[b, : t + 1] @ q[b, t, head] / np.sqrt(E))
+            logits = keys[b, : t + 1] @ q[b, t, head] / np.sqrt(E)
+            weights = np.exp(logits if cap is None else cap * np.tanh(logits / cap))
             weights /= weights.sum()
             for n, norm in enumerate((1, 2)):
                 each = weights * np.linalg.norm(values[b, : t + 1], norm, axis=-1)

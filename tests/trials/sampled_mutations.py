@@ -324,7 +324,8 @@ class Trial:
         )
         limit = 60 + 3 * sum(self._files[test] or 0.0 for test in tests)
         try:
-            return run_tests(tests, self._root, seconds=limit).code != 0
+            run = run_tests(tests, self._root, seconds=limit, may_fail_to_load=True)
+            return run.code != 0
         finally:
             file.write_bytes(whole)
 

@@ -283,7 +283,7 @@ def _positions_back(
     HE, pre_width = q.shape[-1], known.slopes.shape[-1]
     wide = lambda width: jax.ShapeDtypeStruct((b, B, width), jnp.float32)  # noqa: E731
     narrow = lambda width: jax.ShapeDtypeStruct((b, B, width), spec.dtype)  # noqa: E731
-    whole = lambda width: pl.BlockSpec((b, rows, width), lambda i, _: (0, i, 0))  # noqa: E731
+    tiles_of = lambda width: pl.BlockSpec((b, rows, width), lambda i, _: (0, i, 0))  # noqa: E731
 
     def position(part) -> pl.BlockSpec:
         """Returns a position's rows, the last one first, or one row for all of them."""
@@ -309,7 +309,7 @@ def _positions_back(
         inputs,
         grid=(B // rows, b),
         in_specs=[
-            *(whole(part.shape[-1]) for part in jax.tree.leaves(inputs[:of_tile])),
+            *(tiles_of(part.shape[-1]) for part in jax.tree.leaves(inputs[:of_tile])),
             *(position(part) for part in jax.tree.leaves(inputs[of_tile:of_position])),
             *(resident(part) for part in inputs[of_position:]),
         ],

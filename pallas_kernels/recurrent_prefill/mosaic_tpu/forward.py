@@ -149,7 +149,7 @@ def run_layer(
     of_segments = () if segments is None else (in_hbm, position(1))
     turns = inputs.rotary or ()
     of_rotary = [for_all if part.shape[1] == 1 else position(HE) for part in turns]
-    whole = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
+    output = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
     slots = -(-T // tiles.keys) * tiles.keys
     pairs = jax.ShapeDtypeStruct((B, slots, HE), dtype)
     lanes = inputs.indicator.shape[1]
@@ -168,9 +168,9 @@ def run_layer(
         ],
         out_specs=[*(position(width) for width in (D, HE, H)), in_hbm, in_hbm],
         out_shape=LayerOutputs(
-            z=whole(D, jnp.float32),
-            attended=whole(HE, dtype),
-            lse=whole(H, jnp.float32),
+            z=output(D, jnp.float32),
+            attended=output(HE, dtype),
+            lse=output(H, jnp.float32),
             keys=pairs,
             values=pairs,
         ),

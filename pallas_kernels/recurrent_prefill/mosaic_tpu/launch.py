@@ -363,8 +363,8 @@ def rotary_tables(
         return None
     cos, sin = (part[..., 0, :] for part in rotary)
     rest = jnp.zeros((*cos.shape[:-1], spec.head_width - spec.rope_width), cos.dtype)
-    whole = [[cos, cos, rest + 1.0], [-sin, sin, rest]]
-    cos, sin = (jnp.concatenate(parts * spec.heads, axis=-1) for parts in whole)
+    tables = [[cos, cos, rest + 1.0], [-sin, sin, rest]]
+    cos, sin = (jnp.concatenate(parts * spec.heads, axis=-1) for parts in tables)
     return cos, sin
 
 

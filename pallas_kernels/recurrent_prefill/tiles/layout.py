@@ -98,9 +98,9 @@ class Tiles:
         As many slots as the full tiles have positions, because the last tile is written
         in full, rounded up to full chunks.
         """
-        whole = -(-positions // self.tile) * self.tile
-        whole += -whole % self.keys
-        return layers, rows, whole, spec.key_heads * spec.head_width
+        padded = -(-positions // self.tile) * self.tile
+        padded += -padded % self.keys
+        return layers, rows, padded, spec.key_heads * spec.head_width
 
     def cached_slots(
         self, cache: RecurrentCache, positions: int, spec: LayerSpec

@@ -85,9 +85,9 @@ def run_layers(
     T, B, D = x.shape
     # One layer runs its full tiles in the loop and the rest after it, so that no kernel
     # is launched for padding. A wavefront pads the last tile: layers overlap.
-    whole = T // b if L == 1 else -(-T // b)
-    tiles = jnp.pad(x[: whole * b], ((0, (whole * b) - min(T, whole * b)), *NO_PAD))
-    tiles = tiles.reshape(whole, 1, b, B, D)
+    full = T // b if L == 1 else -(-T // b)
+    tiles = jnp.pad(x[: full * b], ((0, (full * b) - min(T, full * b)), *NO_PAD))
+    tiles = tiles.reshape(full, 1, b, B, D)
     late = jnp.zeros((L - 1, *tiles.shape[1:]), x.dtype)
 
     def put(slots, state: TileState, done: Array, active: Array):
@@ -103,9 +103,9 @@ def run_layers(
         # Layer l is at tile j - l. Before its first and after its last tile its kernels
         # do nothing, and what comes of it is dropped.
         index = j - jnp.arange(L)
-        active = (index >= 0) & (index < whole)
+        active = (index >= 0) & (index < full)
         done = jnp.where(active, index * b, 0)
-        now = replace(launch, active=Active.at(index, whole))
+        now = replace(launch, active=Active.at(index, full))
         out = run_tile(now, tile, w, keys, values, start, done, b)
         caches = put((keys, values), out.state, done, active)
         return (out.z, *caches), (out.z, out.state.attended, out.state.lse)
@@ -114,13 +114,13 @@ def run_layers(
     (_, keys, values), rows = jax.lax.scan(
         step,
         (below, keys, values),
-        (jnp.arange(whole + L - 1), jnp.concatenate([tiles, late])),
+        (jnp.arange(full + L - 1), jnp.concatenate([tiles, late])),
     )
-    rows = tuple(_unskew(part, whole) for part in rows)
-    count = T - whole * b
+    rows = tuple(_unskew(part, full) for part in rows)
+    count = T - full * b
     if count > 0:
-        rest = jnp.pad(x[whole * b :], ((0, b - count), *NO_PAD))[None]
-        done = jnp.full(1, whole * b)
+        rest = jnp.pad(x[full * b :], ((0, b - count), *NO_PAD))[None]
+        done = jnp.full(1, full * b)
         out = run_tile(launch, rest, w, keys, values, start, done, count)
         keys, values = put((keys, values), out.state, done, done >= 0)
         last = (out.z, out.state.attended, out.state.lse)
@@ -253,12 +253,12 @@ def run_layer(
         return step(j * b, tile, b, carry)
 
     carry = (buffers, keys, values)
-    whole = T // b
-    if whole:
-        carry = jax.lax.fori_loop(0, whole, whole_tile, carry)
-    if count := T - whole * b:
-        rest = jnp.pad(x[:, whole * b :], ((0, 0), (0, b - count), *NO_PAD))
-        carry = step(whole * b, rest, count, carry)
+    full = T // b
+    if full:
+        carry = jax.lax.fori_loop(0, full, whole_tile, carry)
+    if count := T - full * b:
+        rest = jnp.pad(x[:, full * b :], ((0, 0), (0, b - count), *NO_PAD))
+        carry = step(full * b, rest, count, carry)
     buffers, keys, values = carry
     attended, lse, *_ = buffers.state
     return TritonOutputs(buffers.z, attended, lse, keys, values)
@@ -391,15 +391,15 @@ def run_positions(
             0, size, partial(position, sub_first), (running, buffers)
         )
 
-    carry, whole = (running, buffers), count // sub
-    if whole > 1:
+    carry, full = (running, buffers), count // sub
+    if full > 1:
         carry = jax.lax.fori_loop(
-            0, whole, lambda s, carry: sub_tile(s * sub, sub, carry), carry
+            0, full, lambda s, carry: sub_tile(s * sub, sub, carry), carry
         )
-    elif whole:
+    elif full:
         carry = sub_tile(0, sub, carry)
-    if count > whole * sub:
-        carry = sub_tile(whole * sub, count - whole * sub, carry)
+    if count > full * sub:
+        carry = sub_tile(full * sub, count - full * sub, carry)
     _, buffers = carry
     # The step that would have finished the last position's pair never came.
     last_k = norm_and_rotate(buffers.pairs[..., :KE], w.k_norm, None, spec)
@@ -408,10 +408,10 @@ def run_positions(
     return buffers, (last_k, last_v)
 
 
-def _unskew(rows: Array, whole: int) -> Array:
+def _unskew(rows: Array, full: int) -> Array:
     """Turns [steps, L, b, ...] of the skewed loop into [L, full b, ...]."""
     L, b = rows.shape[1:3]
     layers = [
-        rows[l : l + whole, l].reshape(whole * b, *rows.shape[3:]) for l in range(L)
+        rows[l : l + full, l].reshape(full * b, *rows.shape[3:]) for l in range(L)
     ]
     return jnp.stack(layers)

@@ -73,19 +73,19 @@ def choose_tiles(
       shared: bytes of shared memory that a program may have.
       direction: the pass; what is kept for the backward one knows no tiles.
     """
-    given = {} if blocks is None else blocks.given()
+    overrides = {} if blocks is None else blocks.given()
     itemsize = jnp.dtype(spec.dtype).itemsize
     if tile is None:
         # Pairs that a position reads over N positions: N / 2 b of the prefix and half
         # of what shares its sub-tile, or its tile backward. Layers of a wavefront stand
         # a tile apart, so that long ones leave more of them idle.
         tile = 64 if direction == "forward" and schedule != "wavefront" else 32
-    sub_tile = given.get("sub_tile", min(tile, _LEAST))
+    sub_tile = overrides.get("sub_tile", min(tile, _LEAST))
     # A matrix unit takes at least 16 rows.
-    rows = given.get("rows", min(max(next_power(batch), _LEAST), 128))
+    rows = overrides.get("rows", min(max(next_power(batch), _LEAST), 128))
     # With 64 rows in float32 the forward products of 128 columns spill on 8.0.
     spills = direction == "forward" and rows == 64 and itemsize == 4
-    columns = given.get("columns", 64 if spills else 128)
+    columns = overrides.get("columns", 64 if spills else 128)
     # Products of float32 keep their operands in registers: with 64 rows they spill at a
     # depth of 64, with 128 at 32.
     depth = 64 if itemsize < 4 else max(_LEAST, min(32, 2048 // rows))
@@ -106,7 +106,7 @@ def choose_tiles(
         "splits": 8,
         "stages": stages,
     }
-    return ProductTiles(tile=tile, **(sizes | given))
+    return ProductTiles(tile=tile, **(sizes | overrides))
 
 
 def _attend_rows(tile: int, spec: LayerSpec) -> int:
@@ -315,10 +315,10 @@ def launch_kernel(
     for n, array in enumerate(out_shape):
         moved += _bytes_of(array) * (writes or {}).get(n, 1.0)
     body = run if refs is None else lambda *each: run(refs(*each))
-    given, in_specs, active = len(arguments), list(in_specs), launch.active
+    inputs, in_specs, active = len(arguments), list(in_specs), launch.active
     if active is not None:
         skip = _overwrite_idle if launch.interpret else _skip_idle
-        body = partial(skip, body, given)
+        body = partial(skip, body, inputs)
         arguments = (*arguments, active.layers)
         in_specs.append(pl.BlockSpec((1,), lambda layer, *_: (layer,)))
         moved *= active.share
@@ -337,24 +337,24 @@ def launch_kernel(
         return call(*arguments)
 
 
-def _skip_idle(body: Callable, given: int, *refs: Any) -> None:
+def _skip_idle(body: Callable, inputs: int, *refs: Any) -> None:
     """Runs a kernel's body where the reference behind those given says so."""
 
-    @pl.when(refs[given][0] > 0)
+    @pl.when(refs[inputs][0] > 0)
     def _():
-        body(*refs[:given], *refs[given + 1 :])
+        body(*refs[:inputs], *refs[inputs + 1 :])
 
 
-def _overwrite_idle(body: Callable, given: int, *refs: Any) -> None:
+def _overwrite_idle(body: Callable, inputs: int, *refs: Any) -> None:
     """Does what `_skip_idle` does in jax's interpreter, whose branches know no program.
 
     What a program would not have written is not a number, so that no one can use it.
     """
-    outputs = refs[given + 1 :]
-    body(*refs[:given], *outputs)
+    outputs = refs[inputs + 1 :]
+    body(*refs[:inputs], *outputs)
     for ref in outputs:
         if jnp.issubdtype(ref.dtype, jnp.floating):
-            ref[:] = jnp.where(refs[given][0] > 0, ref[:], jnp.nan)
+            ref[:] = jnp.where(refs[inputs][0] > 0, ref[:], jnp.nan)
 
 
 def one_slot(array: Num[Array, "L slots B _"]) -> float:

@@ -95,13 +95,13 @@ def plan(
     tile = min(tile, -(-longest // unit) * unit)
     tiles = -(-longest // tile)
     # A wavefront of L layers takes L - 1 steps more than one layer has tiles.
-    whole = (tiles + layers * stages - 1) * tile
+    length = (tiles + layers * stages - 1) * tile
     return Geometry(
         layers=layers,
         unit=unit,
         tile=tile,
         tiles=tiles,
-        chunk=min(-(-chunk // tile) * tile, whole),
+        chunk=min(-(-chunk // tile) * tile, length),
         stages=stages,
         axis=axis,
     )

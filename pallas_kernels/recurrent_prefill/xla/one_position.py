@@ -89,9 +89,9 @@ def forward(
         )
         # Pairs [B, S, K, E] by heads, or by slots where they are too few.
         old = tuple(as_it_lies(part[number], rows=0, columns=(2, 1)) for part in slots)
-        z, left = _output(x, _attend(q, pairs, old, bias, spec), w, spec)
-        left = jnp.where(goes_on[:, None], left[0].astype(source.dtype), source)
-        return (z, slots), left
+        z, cached = _output(x, _attend(q, pairs, old, bias, spec), w, spec)
+        cached = jnp.where(goes_on[:, None], cached[0].astype(source.dtype), source)
+        return (z, slots), cached
 
     start = x.astype(wide).swapaxes(0, 1)  # [1, B, D]: rows of one layer
     numbers = jnp.arange(weights.w_q.shape[0])

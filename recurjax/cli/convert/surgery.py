@@ -170,7 +170,7 @@ def run_to_recurformer(argv: list[str]) -> int:
     """Runs `recurjax convert to-recurformer ARGV`."""
     options = parse(ToRecurFormer, argv, prog="recurjax convert to-recurformer")
     refuse_existing(options.out)
-    given = None if options.heads is None else read_heads(options.heads)
+    heads = None if options.heads is None else read_heads(options.heads)
     loaded = load_float32(options.run, options.step)
     # Only where heads are chosen by measuring is there something to show.
     recency = None
@@ -179,13 +179,13 @@ def run_to_recurformer(argv: list[str]) -> int:
         if options.text is None
         else cut_text(options.text, options.samples, options.length, loaded)
     )
-    if given is None:
+    if heads is None:
         assert texts is not None
         recency = _measured(options, loaded, texts)
         assert options.beta is not None
-        given = choose_heads(recency, options.beta, scope=options.scope)
+        heads = choose_heads(recency, options.beta, scope=options.scope)
     # The model without the chosen heads, its Mambas not trained yet.
-    model = to_recurformer(loaded.model, given, mamba=options.mamba, seed=options.seed)
+    model = to_recurformer(loaded.model, heads, mamba=options.mamba, seed=options.seed)
     fits: list[MixerFit] = []
     if options.start == "fitted":
         assert texts is not None

@@ -165,8 +165,8 @@ class RowSource:
         self.length = length or self.dataset.evaluation_length(
             experiment.training.length
         )
-        given = f"--length {self.length}"
-        if (reason := experiment.model.refuses_length(self.length, given)) is not None:
+        option = f"--length {self.length}"
+        if (reason := experiment.model.refuses_length(self.length, option)) is not None:
             raise UserError(reason)
         _require_batch(batch, self.length)
         self.mesh = reading_mesh(mesh)

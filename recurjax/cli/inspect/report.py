@@ -345,8 +345,8 @@ def _plot(
 def _means(points: np.ndarray, most: int) -> np.ndarray:
     """Averages neighbours, so that at most so many points are left."""
     width = math.ceil(points.shape[1] / most)
-    whole = points.shape[1] // width * width
-    return points[:, :whole].reshape(2, -1, width).mean(-1)
+    length = points.shape[1] // width * width
+    return points[:, :length].reshape(2, -1, width).mean(-1)
 
 
 def _samples(runs: Sequence[_Run]) -> str:

@@ -317,18 +317,18 @@ def _marks(named: Mapping[str, int], values: Any) -> dict[str, str]:
     Raises:
       UserError: the texts leave no such characters.
     """
-    whole = "".join(_texts(values))
+    joined = "".join(_texts(values))
     names = sorted(
         # Only the template may write the marks around generations as well.
-        (name for name in (*named, OPENED, CLOSED) if name in whole),
+        (name for name in (*named, OPENED, CLOSED) if name in joined),
         key=len,
         reverse=True,
     )
-    used = set(whole) if names else set()
+    used = set(joined) if names else set()
     free = (
         character
         for character in map(chr, range(_FIRST_MARK, ord(OPENED)))
-        if character not in used and _escaped(character) not in whole
+        if character not in used and _escaped(character) not in joined
     )
     marks = {name: "".join(itertools.islice(free, len(name))) for name in names}
     if any(len(name) != len(mark) for name, mark in marks.items()):

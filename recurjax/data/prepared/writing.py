@@ -144,11 +144,11 @@ def prepare(
         tokenizer.save(folder / TOKENIZER)
         # Read the finished documents again and skip them, which is cheap compared with
         # tokenizing.
-        left = islice(reading.documents, state.documents, None)
+        unread = islice(reading.documents, state.documents, None)
         written = _write_tokens(
             partial,
             _encoded(
-                CorpusReading(total=reading.total, documents=left),
+                CorpusReading(total=reading.total, documents=unread),
                 tokenizer,
                 folder / TOKENIZER,
                 ends=ends,
@@ -544,10 +544,10 @@ class ShardWriter:
 
     def write_whole_records(self, data: bytes, size: int) -> bytes:
         """Writes records of `size` bytes and returns what does not make one."""
-        whole = len(data) - len(data) % size
-        for begin in range(0, whole, size):
+        end = len(data) - len(data) % size
+        for begin in range(0, end, size):
             self.write(data[begin : begin + size])
-        return data[whole:]
+        return data[end:]
 
     def write(self, record: bytes) -> None:
         if self.records_of == self._per_shard:

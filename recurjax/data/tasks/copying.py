@@ -83,8 +83,8 @@ class Copy:
             scored += [False] * (size + 2) + [True] * (size + 1)
         if len(tokens) > self.length:  # the last of a training row is cut
             # A copy that the row's end cuts has no targets.
-            whole = len(tokens) - (2 * size + 3)
-            scored[whole:] = [False] * (2 * size + 3)
+            begin = len(tokens) - (2 * size + 3)
+            scored[begin:] = [False] * (2 * size + 3)
         ids = np.full(self.length, pad, np.int32)
         known = min(len(tokens), self.length)
         ids[:known] = tokens[:known]
@@ -96,15 +96,15 @@ class Copy:
 
     def chances(self, row: TaskRow) -> Float[np.ndarray, " T"]:
         """The most frequent of the letters that are left, whatever their order."""
-        result, left = np.zeros(len(row.ids)), []
+        result, values = np.zeros(len(row.ids)), []
         # From the end of each copy to its beginning: the mark of the end is certain,
         # because no letter is left.
         for place in np.flatnonzero(row.targets != IGNORED)[::-1]:
             if row.targets[place] >= self.letters:
-                result[place], left = 1.0, []
+                result[place], values = 1.0, []
                 continue
-            left.append(int(row.targets[place]))
-            result[place] = most(left) / len(left)
+            values.append(int(row.targets[place]))
+            result[place] = most(values) / len(values)
         return result
 
     def _lengths(self, split: str) -> tuple[int, int]:

@@ -137,8 +137,8 @@ class HashHop:
             if not letter.isalpha():  # a separator, whose place is known
                 result[place], name = 1.0, ""
                 continue
-            left = [other[len(name)] for other in names if other.startswith(name)]
-            result[place] = most(left) / len(left)
+            ends = [other[len(name)] for other in names if other.startswith(name)]
+            result[place] = most(ends) / len(ends)
             name += letter
         return result
 

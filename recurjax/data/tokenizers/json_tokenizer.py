@@ -342,14 +342,16 @@ class JsonTokenizer:
                 )
         return self._tokenizer.to_str().encode() if missing else definition
 
-    def _resolved_names(self, given: Mapping[str, str | None]) -> dict[str, str | None]:
+    def _resolved_names(
+        self, explicit: Mapping[str, str | None]
+    ) -> dict[str, str | None]:
         names = dict(self.settings.names)
         for role, number in self.settings.ids.items():
             name = self._tokenizer.id_to_token(number)
             if name is not None:
                 names.setdefault(role, name)
         # An explicit "none" differs from a name that is not given.
-        names |= {role: name for role, name in given.items() if name is not None}
+        names |= {role: name for role, name in explicit.items() if name is not None}
         names = {role: None if name == NONE else name for role, name in names.items()}
         names.setdefault("bos_token", self._first_of(_BOS_NAMES))
         names.setdefault("eos_token", self._first_of(_EOS_NAMES) or names["bos_token"])

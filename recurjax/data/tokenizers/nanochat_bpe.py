@@ -79,12 +79,12 @@ def nanochat_tokenizer(model: models.BPE) -> JsonTokenizer:
     Args:
       model: its tokens are spelt in GPT-2's alphabet of bytes.
     """
-    whole = tokenizers.Tokenizer(model)
-    whole.pre_tokenizer = _split()
-    whole.decoder = decoders.ByteLevel()
-    whole.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = _split()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     bos = SPECIAL_TOKENS[0]
-    return JsonTokenizer(whole.to_str(), bos=bos, eos=bos)
+    return JsonTokenizer(tokenizer.to_str(), bos=bos, eos=bos)
 
 
 def _split() -> pre_tokenizers.PreTokenizer:

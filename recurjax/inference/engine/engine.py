@@ -357,8 +357,8 @@ class Engine:
             cache, last, at = self._programs.fresh(), None, 0
         else:
             # Donate a state that further pieces continue, but not a complete one.
-            whole = prefix.length == len(request.prompt)
-            cache = prefix.cache if whole else self._programs.copy(prefix.cache)
+            complete = prefix.length == len(request.prompt)
+            cache = prefix.cache if complete else self._programs.copy(prefix.cache)
             last, at = prefix.last, prefix.length
             # Read off the state where the kept beginning ends.
             request.reused = at

@@ -85,15 +85,15 @@ class HostScan:
           donate: which arguments a call may overwrite.
         """
         self.out_info, self._known = traced.out_info, known
-        tape, inputs, given = _Tape(), [], []
+        tape, inputs, registers_in = _Tape(), [], []
         for number, argument in enumerate(arguments):
             leaves = jax.tree.leaves(argument)
             if number < known:
                 inputs += [_Known(leaf, True) for leaf in leaves]
                 continue
             registers = [tape.register(stays=number not in donate) for _ in leaves]
-            inputs, given = inputs + registers, given + registers
-        self._given = given
+            inputs, registers_in = inputs + registers, registers_in + registers
+        self._registers = registers_in
         self._results = tape.separate(tape.add(traced.jaxpr, inputs))
         tape.finish(self._results)
         self._tape = tape
@@ -106,7 +106,7 @@ class HostScan:
 
     def __call__(self, *arguments: Any) -> Any:
         leaves = jax.tree.leaves(arguments[self._known :])
-        results = self._tape.run(self._given, leaves, self._results)
+        results = self._tape.run(self._registers, leaves, self._results)
         return jax.tree.unflatten(jax.tree.structure(self.out_info), results)
 
 
@@ -356,9 +356,9 @@ class _Tape:
           The registers that steps overwrite.
         """
         needed = {x for x in results if isinstance(x, int)}
-        overwritten, steps, left = set(), [], self._steps
-        while left:
-            step = left.pop()
+        overwritten, steps, pending = set(), [], self._steps
+        while pending:
+            step = pending.pop()
             for place in step.donated:
                 value, reads = step.inputs.get(place), list(step.inputs.values())
                 if value is None:

@@ -363,8 +363,8 @@ def admit(
         model, slots, row, cache, length=length, limit=params.limit[0]
     )
 
-    def put(whole: Array, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+    def put(rows: Array, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, part, row, 0)
 
     # Everything else counts rows on its first axis.
     rest = jax.tree.map(put, slots._replace(cache=None, depth=None), admitted)

@@ -481,10 +481,10 @@ def _sliding(
 
 def _rows(fitting: int, wished: int, length: int) -> int:
     rows = min(max(min(fitting, wished), _LEAST_ROWS), length)
-    whole = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    return min(whole, length)
+    rounded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    return min(rounded, length)
 
 
-def _divisor(whole: int, most: int) -> int:
-    """Returns the largest divisor of `whole` up to `most`, at least 1."""
-    return next(n for n in range(min(whole, max(most, 1)), 0, -1) if whole % n == 0)
+def _divisor(size: int, most: int) -> int:
+    """Returns the largest divisor of `size` up to `most`, at least 1."""
+    return next(n for n in range(min(size, max(most, 1)), 0, -1) if size % n == 0)

@@ -228,9 +228,9 @@ def _put_layer(
     """Rewrites a layer: each slot gets its new token or keeps its value."""
     written = jnp.maximum(token, 0)[:, :, None, None]
     taken = jnp.take_along_axis(new, written, axis=1)
-    whole = jnp.where(token[:, :, None, None] >= 0, taken, stacked[layer])
-    whole = with_layout_constraint(whole, Layout((0, 2, 3, 1)))
-    stacked = jax.lax.dynamic_update_index_in_dim(stacked, whole, layer, 0)
+    updated = jnp.where(token[:, :, None, None] >= 0, taken, stacked[layer])
+    updated = with_layout_constraint(updated, Layout((0, 2, 3, 1)))
+    stacked = jax.lax.dynamic_update_index_in_dim(stacked, updated, layer, 0)
     return with_layout_constraint(stacked, _BY_SLOTS)
 
 

@@ -64,8 +64,8 @@ def attend(
             f"{q.shape[1]} and {k.shape[1]}: pass a mask instead"
         )
     by_place = {"window": window, "segments": segments, "slopes": slopes}
-    for name, given in by_place.items():
-        if given is not None and not causal:
+    for name, value in by_place.items():
+        if value is not None and not causal:
             raise ValueError(f"attend: {name} needs causal=True")
     call = AttentionCall(
         shape=q.shape,

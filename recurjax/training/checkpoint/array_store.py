@@ -187,12 +187,12 @@ def _joined(folder: Path) -> Iterator[Path]:
         for entry in folder.iterdir():
             (aside / entry.name).symlink_to(entry.resolve())
         context, join = ts.Context(), ts.Transaction(atomic=True)
-        whole = _index(aside, context).with_transaction(join)
+        joined = _index(aside, context).with_transaction(join)
         # A part without an index is of a process that had nothing to write.
         parts = [p for p in sorted(aside.glob(f"{PART}*")) if (p / _INDEX).exists()]
         for part in parts:
             # The joined index names the parts' own files: no array is copied.
-            _index(part, context).experimental_copy_range_to(whole).result()
+            _index(part, context).experimental_copy_range_to(joined).result()
         join.commit_sync()
         yield aside
 

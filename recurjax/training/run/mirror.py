@@ -322,8 +322,8 @@ def _complete(names: Iterable[str]) -> list[int]:
 
 def _incomplete(names: dict[str, int]) -> list[str]:
     """Lists the objects of checkpoints without a commit file."""
-    whole = _complete(names)
-    return [n for n in names if (step := _step(n)) is not None and step not in whole]
+    complete = _complete(names)
+    return [n for n in names if (step := _step(n)) is not None and step not in complete]
 
 
 def _step(name: str) -> int | None:

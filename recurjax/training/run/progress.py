@@ -137,8 +137,8 @@ class TrainingProgress:
             parts.append(f"{rate:,.0f} tokens/s")
             if "mfu" in rates:
                 parts.append(f"MFU {rates['mfu']:.1%}")
-            left = (self._steps - self._seen) * self._tokens_per_step / rate
-            parts.append(f"{timedelta(seconds=round(left))} left")
+            seconds = (self._steps - self._seen) * self._tokens_per_step / rate
+            parts.append(f"{timedelta(seconds=round(seconds))} left")
         return "  ".join(parts)
 
 

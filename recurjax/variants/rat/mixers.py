@@ -572,11 +572,11 @@ class ReversedRatMixer(nnx.Module):
         y, ends = recur_across_chunks(gate, a, before, size=rows.size)
         # Keep the state after the last complete chunk: a row that completes none keeps
         # its old state.
-        whole = rows.ended.sum(axis=1)
+        count = rows.ended.sum(axis=1)
         last = jnp.take_along_axis(
-            ends, jnp.maximum(whole - 1, 0)[:, None, None], axis=1
+            ends, jnp.maximum(count - 1, 0)[:, None, None], axis=1
         )
-        state = jnp.where((whole > 0)[:, None], last[:, 0], before)
+        state = jnp.where((count > 0)[:, None], last[:, 0], before)
         cache = cache._replace(
             keys=write_layer(cache.keys, cache.layer, keys),
             values=write_layer(cache.values, cache.layer, values),

@@ -221,16 +221,16 @@ def cache_bytes(
       value_bytes: b, of a key's or value's number.
     """
     base, E = config.transformer, config.transformer.attention.head_width
-    keys_values = states = whole = 0
+    keys_values = states = total = 0
     for layer in range(base.layers):
         # A layer with a window keeps no more than it; none of its heads is replaced.
         slots = base.kind_of(layer).slots(length)
         heads = config.heads(layer)
         keys_values += 2 * len(heads.key_heads) * E * slots * value_bytes
-        whole += 2 * base.attention.key_heads * E * slots * value_bytes
+        total += 2 * base.attention.key_heads * E * slots * value_bytes
         channels = config.mamba.expand * heads.mamba_width
         states += channels * (config.mamba.conv + config.mamba.state) * STATE_BYTES
-    return CacheBytes(keys_values, states, whole)
+    return CacheBytes(keys_values, states, total)
 
 
 def added_parameters(config: RecurFormerConfig) -> int:

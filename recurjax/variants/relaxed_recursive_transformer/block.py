@@ -296,7 +296,7 @@ def write_kv(tokens: Tokens) -> Callable:
     return write
 
 
-def hold_exited(act: Callable, left: Bool[Array, "B T"]) -> Callable:
+def hold_exited(act: Callable, exited: Bool[Array, "B T"]) -> Callable:
     """Runs a layer as `act` does, and leaves the states of tokens that have left.
 
     Their keys and values still come from those states.
@@ -304,7 +304,7 @@ def hold_exited(act: Callable, left: Bool[Array, "B T"]) -> Callable:
 
     def hold(place, part, x, group):
         y, group, new = act(place, part, x, group)
-        return jnp.where(left[..., None], x, y), group, new
+        return jnp.where(exited[..., None], x, y), group, new
 
     return hold
 

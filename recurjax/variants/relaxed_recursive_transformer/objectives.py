@@ -171,8 +171,8 @@ class Exits(_Uptraining):
         # The last exit is the model itself; earlier ones must not outweigh it.
         if self.weights == "aggressive":
             return [self.coefficient] * (loops - 1) + [1.0]
-        whole = loops * (loops + 1) / 2
-        return [loop / whole for loop in range(1, loops + 1)]
+        total = loops * (loops + 1) / 2
+        return [loop / total for loop in range(1, loops + 1)]
 
     def __call__(
         self, model: Decoder, batch: Batch, teacher: Decoder | None = None

@@ -277,7 +277,7 @@ class RelaxedRecursiveTransformerStack(
         self._check_cycle("leaving")
         config, cache = self.config, self.init_cache(x.shape[0], 0, x.dtype)
         x = self.enter(x, cache)
-        left, ran = jnp.zeros(x.shape[:2], bool), jnp.zeros(x.shape[:2], jnp.int32)
+        exited, ran = jnp.zeros(x.shape[:2], bool), jnp.zeros(x.shape[:2], jnp.int32)
         on_first, kv = config.loop_cache == "first", None
         for b in range(config.loops):
             act = run_layer(tokens)
@@ -285,15 +285,15 @@ class RelaxedRecursiveTransformerStack(
                 act = (
                     run_layer_read_kv(tokens, cache) if b else run_layer_keep_kv(tokens)
                 )
-            before, act = x, hold_exited(act, left)
+            before, act = x, hold_exited(act, exited)
             x, _, new = self._run_loop(b, act, x, cache.groups, cache, kv)
             # Counted before the rule is called: a token that leaves here has run this
             # loop.
-            ran = ran + ~left
+            ran = ran + ~exited
             if b + 1 < config.loops:
                 if on_first and b == 0:
                     kv = new
-                left = left | leave(b + 1, before, x)
+                exited = exited | leave(b + 1, before, x)
         return x, ran
 
     def repeating(

@@ -16,6 +16,7 @@ from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurformer.config import mamba_weights
+from recurjax.variants.recurformer.mamba import DT_LEAST, DT_MOST, Mamba
 from tests.laws import B, StackLaws, T, draw_ids, pull_back, run
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.recurformer.switches import (
@@ -37,6 +38,37 @@ class TestLaws(StackLaws):
     def documents(self, config):
         position = config.stack.transformer.attention.position
         return 0 if isinstance(position, LearnedPositions) else 1
+
+
+def test_weights_start_as_the_mamba_authors_do():
+    config, width = MambaConfig(conv=4, state=8, dt_rank=16, expand=2), 64
+    mamba = Mamba(config, width, rngs=nnx.Rngs(0))
+    inner = config.expand * width
+    fan_in = {
+        "w_u": width,
+        "w_z": width,
+        "w_conv": config.conv,
+        "b_conv": config.conv,
+        "w_x": inner,
+        "w_dt": config.dt_rank,
+        "w_back": inner,
+    }
+    weights = mamba.weights()
+    for name, count in fan_in.items():
+        values, bound = np.asarray(getattr(weights, name)), count**-0.5
+        assert np.abs(values).max() <= bound
+        # Four standard errors of a uniform distribution's mean and mean square.
+        error = 4 * bound / values.size**0.5
+        assert abs(values.mean()) < error / 3**0.5
+        assert abs((values**2).mean() - bound**2 / 3) < error * bound * (4 / 45) ** 0.5
+    steps = np.log(jax.nn.softplus(weights.b_dt))
+    least, most = np.log(DT_LEAST), np.log(DT_MOST)
+    assert least - 1e-3 < steps.min() and steps.max() < most + 1e-3
+    assert (
+        abs(steps.mean() - (least + most) / 2) < (most - least) / (3 * inner) ** 0.5 * 2
+    )
+    np.testing.assert_allclose(np.exp(weights.a_log), np.tile(range(1, 9), (inner, 1)))
+    np.testing.assert_array_equal(weights.skip, 1)
 
 
 @pytest.fixture(scope="module")

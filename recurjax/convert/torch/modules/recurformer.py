@@ -104,14 +104,14 @@ class PartialAttention(nn.Module):
         self.group = H // K
         self.remaining = [head for head in range(H) if head not in replaced]
         self.key_heads = sorted({head // self.group for head in self.remaining})
-        left, bias = len(self.remaining), config["qkv_bias"]
+        heads, bias = len(self.remaining), config["qkv_bias"]
         self.v = nn.Linear(width, K * E, bias=bias)
         self.out = nn.Linear(H * E, width, bias=config["out_bias"])
         self.mamba = Mamba(mamba, len(replaced) * E)
-        self.q = nn.Linear(width, left * E, bias=bias) if left else None
-        self.k = nn.Linear(width, len(self.key_heads) * E, bias=bias) if left else None
-        self.q_norm = norm_or_none(config["qk_norm"] if left else None, E)
-        self.k_norm = norm_or_none(config["qk_norm"] if left else None, E)
+        self.q = nn.Linear(width, heads * E, bias=bias) if heads else None
+        self.k = nn.Linear(width, len(self.key_heads) * E, bias=bias) if heads else None
+        self.q_norm = norm_or_none(config["qk_norm"] if heads else None, E)
+        self.k_norm = norm_or_none(config["qk_norm"] if heads else None, E)
 
     def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
         B, T = x.shape[:2]
