@@ -120,7 +120,7 @@ def test_what_is_wrong_on_the_hub_is_one_sentence(hub, checkpoint, tmp_path):
     only = {"config.json": (checkpoint / "config.json").read_bytes()}
     hub.add("o/pickle", {**only, "pytorch_model.bin": b"."})
     assert_refused(answer("o/pickle"), "pickles .pytorch_model.bin.*never read: name a")
-    hub.add("o/gguf", {"x-Q4_0.gguf": b"GGUF"})
+    hub.add("o/gguf", {"x-Q8_0.gguf": b"GGUF", "x-Q4_0.gguf": b"GGUF"})
     assert_refused(answer("o/gguf"), "download one of its GGUF files .x-Q4_0.gguf.")
     hub.add("o/bare", {"model.safetensors": weights})
     assert_refused(answer("o/bare"), "o/bare has no config.json")

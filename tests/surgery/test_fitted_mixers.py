@@ -10,6 +10,7 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.layers.position import LearnedPositions
 from recurjax.parameters import to_nested_dict
+from recurjax.surgery import recurformer
 from recurjax.surgery.recurformer import fit_mixers, record_heads, to_recurformer
 from recurjax.training.checkpoint.manifest import named
 from recurjax.types import Tokens
@@ -71,6 +72,24 @@ def test_the_fit_lowers_every_layers_error_and_touches_nothing_else(
     before, after = (named(to_nested_dict(item)) for item in (model, fitted))
     for name, array in before.items():
         assert np.array_equal(array, after[name]) == (".mamba." not in name), name
+
+
+def test_errors_are_relative_to_the_mean_square_of_the_texts_fitted_to(monkeypatch):
+    base = transformer.build(transformer.small(key_heads=2))
+    model = to_recurformer(base, ((0, 3), ()), mamba=MAMBA)
+    sizes = []
+
+    def step(mamba, moments, v, o, size, rate):
+        sizes.append(float(size))
+        return mamba, moments
+
+    monkeypatch.setattr(recurformer, "_step", step)
+    fit_mixers(base, model, IDS, steps=2, rate=0.02, report=lambda fit: None)
+    groups = [((0, 1), (0, 3)), ((), ())]
+    _, _, outputs = next(record_heads(base, IDS, groups))
+    # One text of six is held out.
+    want = np.square(outputs[:5]).mean()
+    np.testing.assert_allclose(sizes, [want, want], rtol=1e-5)
 
 
 def test_what_cannot_be_fitted_is_refused(quick_compilation):

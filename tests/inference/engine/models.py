@@ -1,6 +1,7 @@
 """A model of two layers of every variant, and how requests run on an engine."""
 
 import numpy as np
+import pytest
 
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
 from recurjax.inference.engine.prefix_cache import PrefixCache
@@ -100,6 +101,13 @@ def draw_requests(vocabulary: int, count: int, seed: int = 0):
         )
         results.append((draw.integers(vocabulary, size=length), settings))
     return results
+
+
+INTERLEAVINGS = [
+    pytest.param(range(50), id="50"),
+    pytest.param(range(50, 200), id="150", marks=pytest.mark.sweep),
+]
+"""Seeds of `interleave`: what `make test-slow` draws, and a sweep."""
 
 
 def interleave(engine, requests, expected, seed: int) -> None:

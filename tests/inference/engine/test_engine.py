@@ -247,7 +247,7 @@ def test_memory_is_flat_over_many_requests(engine):
     run_many(engine, 120)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_memory_is_flat_over_10_000_requests(engine):
     run_many(engine, 10_000)
 

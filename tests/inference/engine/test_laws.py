@@ -13,6 +13,7 @@ from tests.compiling import QUICK_COMPILE, compiled_programs
 from tests.inference.engine.models import (
     FAST,
     GREEDY,
+    INTERLEAVINGS,
     LENGTH,
     SIZES,
     SLOTS,
@@ -128,9 +129,10 @@ def test_submitting_and_cancelling_at_random_changes_no_token(variant):
 
 
 @pytest.mark.slow
-def test_200_random_interleavings_change_no_token(variant):
+@pytest.mark.parametrize("seeds", INTERLEAVINGS)
+def test_random_interleavings_change_no_token(variant, seeds):
     _, _, engine, requests, expected = variant
-    for seed in range(200):
+    for seed in seeds:
         interleave(engine, requests, expected, seed)
 
 

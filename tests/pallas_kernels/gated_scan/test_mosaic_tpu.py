@@ -45,6 +45,27 @@ def test_chunks_are_stretches_where_a_block_of_them_fits():
     assert choose_tiles(**size, D=16384, chunk=None).stretch == 2
 
 
+@pytest.mark.parametrize(
+    "widths, chunk, head, fused",
+    [
+        ((256, 128), 16, 64, 64),
+        ((256, 128), 16, 0, 0),
+        ((256, 128), None, 64, 0),  # Linked stretches: their ends are no chunks'.
+        ((192, 128), 16, 64, 0),  # The gate's lanes do not fill registers.
+        ((256, 64), 16, 64, 0),
+        ((256, 128), 16, 1, 0),  # More heads than a register has lanes.
+    ],
+)
+def test_kernels_read_for_queries_where_heads_are_lanes_of_one_register(
+    widths, chunk, head, fused
+):
+    case = Case(positions=32, widths=widths, chunk=chunk, head=head)
+    call = case.call()
+    tiles = choose_tiles(T=32, D=256, streams=1, chunk=chunk, blocks=BlockSizes())
+    assert tiles.linked == (chunk is None)
+    assert mosaic_tpu._head_read(call, tiles) == fused
+
+
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
     wide = jax.eval_shape(Case(positions=3, widths=(65536,)).call)
     reason = mosaic_tpu.expressible(wide)

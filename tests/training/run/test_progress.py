@@ -45,6 +45,17 @@ def test_what_is_no_terminal_gets_plain_lines(clock):
     ]
 
 
+def test_a_long_line_is_not_wrapped(clock):
+    """A log file's lines and what a terminal copies are one line each."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=False, width=20)
+    progress = TrainingProgress(console, config(), log=None, devices=[CPU])
+    progress.start(0)
+    progress.say("words " * 9)
+    progress.stop()
+    assert text.getvalue() == "words " * 9 + "\n"
+
+
 def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left(clock):
     _, text = show(clock, terminal=True)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
