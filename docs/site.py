@@ -190,9 +190,8 @@ def _fields_of(kind: type) -> Iterator[str]:
 
     docstring = parse_docstring(getdoc(kind) or "")
     meaning = {
-        name.strip(): parameter.description or ""
+        parameter.arg_name: parameter.description or ""
         for parameter in docstring.params
-        for name in parameter.arg_name.split(",")
     }
     yield f"{docstring.short_description or ''} (`{kind.__module__}`)"
     yield ""

@@ -28,11 +28,15 @@ class Experiment:
     """The full configuration of a run.
 
     Attributes:
-      name: the run directory's name under `runs/`.
-      model: what to train.
-      data: what on: a corpus and its tokenizer, or a task that makes its rows.
-      training: how long, in what portions.
-      optimizer, schedule, objective, mesh, evaluation: as their classes say.
+      name: name of the run, and of its directory under `runs/`.
+      model: the model to train.
+      data: the training data: a corpus and its tokenizer, or a synthetic task.
+      training: length of the run, batch size, checkpoints and logging.
+      optimizer: the optimizer and its peak learning rate.
+      schedule: the learning rate over the run, as a factor of the peak.
+      objective: the loss.
+      mesh: how devices share the batch and the model.
+      evaluation: how often to compute the validation loss and to sample texts.
     """
 
     name: str

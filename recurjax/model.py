@@ -50,7 +50,7 @@ from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 @runtime_checkable
 class Stack(Protocol):
-    """What every variant does: training, prefill and decode in one call.
+    """The interface of every variant: training, prefill and decode in one call.
 
     The facts that belong to its config are in `StackFacts`; what only some variants can
     do is a protocol of its own with one accessor, such as `as_exits`.
@@ -61,7 +61,7 @@ class Stack(Protocol):
         ...
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says in one sentence why rows of `length` tokens cannot run on a mesh.
+        """Returns why rows of `length` tokens cannot run on a mesh, or None.
 
         Training and every plan call it. It reads only the config, so it works on an
         abstract model. None: they can.
@@ -112,7 +112,7 @@ class SupportsExits(Stack, Protocol):
 
     @property
     def missing(self) -> Missing:
-        """What the model was trained to read for loops that a token did not run."""
+        """How keys and values of loops that a token skips are filled, as trained."""
         ...
 
     def refuses_exits(self, missing: Missing) -> str | None:
@@ -262,25 +262,25 @@ class ModelConfig:
     """A complete language model.
 
     Attributes:
-      vocabulary: V, as the tokenizer counts it.
-      stack: the variant; its `width` is D.
-      pad_vocabulary_to: the tables have V rounded up to a multiple of this many rows;
-        the padding is never predicted.
-      final_norm: before the head.
-      tied_head: the head is the embedding, transposed.
-      embedding_scale: multiplies embeddings, not the tied head: "one", or "sqrt_width",
-        sqrt(D) (Gemma).
-      logit_soft_cap: c in c tanh(logit / c), or None.
-      row_decoder: whether there are parameters that reconstruct a full row from its
-        last state; only the objective `Compress` uses them.
-      dtype: of activations and matrix products.
-      weight_dtype: of matrices and tables as they are stored: a model in bfloat16 takes
-        half the memory, and is for reading and converting. int8: with a scale for each
-        output; int4: matrices of layers with one for each 64 inputs, tables and head in
-        int8; with -layers, tables and head stay in float32. Training needs float32;
-        norms, biases and other vectors have it always.
-      hf_family: the `model_type` of the Hugging Face checkpoint that it was read from:
-        as such it is written back. None: from none, any that fits.
+      vocabulary: V, the number of tokens of the tokenizer.
+      stack: the variant's layers; their `width` is D.
+      pad_vocabulary_to: round the rows of the embedding and of the head up to a
+        multiple of this number; padding rows are never predicted.
+      final_norm: the norm between the last layer and the head.
+      tied_head: use the transposed embedding as the head.
+      embedding_scale: factor of the embeddings, but not of a tied head: "one", or
+        "sqrt_width" for sqrt(D), as in Gemma.
+      logit_soft_cap: c in c tanh(logit / c), as in Gemma 2; None: no cap.
+      row_decoder: add the parameters with which the objective `Compress` reconstructs a
+        row from its last state.
+      dtype: dtype of activations and matrix products.
+      weight_dtype: dtype in which matrices and tables are stored; training needs
+        float32. bfloat16 halves the memory of a model that is only read. int8 has one
+        scale per output; int4 has one per 64 inputs and leaves tables and head in int8;
+        with -layers, tables and head stay in float32. Norms, biases and other vectors
+        are always float32.
+      hf_family: `model_type` of the Hugging Face checkpoint that the model came from,
+        which an export writes again; None: the export chooses one that fits.
     """
 
     vocabulary: PositiveInt
@@ -321,7 +321,7 @@ class ModelConfig:
         """Returns why a sequence is too long for the learned positions, or None.
 
         Args:
-          length: of the sequence, in tokens.
+          length: length of the sequence, in tokens.
           what: names it and its length, such as "--length 600".
           fix: what the user can do.
         """
@@ -394,7 +394,7 @@ class Decoder(nnx.Module):
         Args:
           batch: B.
           length: how many tokens a row can hold; 0 for training, which keeps nothing.
-          dtype: of what is cached; None: the model's.
+          dtype: dtype of the cached arrays; None: the model's.
         """
         return self.stack.init_cache(batch, length, dtype or self.config.dtype)
 

@@ -31,14 +31,18 @@ _AxisSize = Annotated[int, Range(least=-1)]
 class MeshConfig:
     """Shape of the device mesh.
 
+    One axis may be -1 and takes all remaining devices.
+
     Attributes:
-      data: copies of the model that see different rows; -1 takes all devices left.
-      fsdp: devices that see different rows and share one copy's parameters.
-      stage: devices that the layers are cut over, for a Recurrent Transformer with
-        the schedule "wavefront"; 1 otherwise.
-      sequence: devices that the tokens of every row are cut over, for a RAT stack;
-        each holds all parameters of the other axes' share.
-      tensor: devices that share each layer's matrix products.
+      data: data parallelism: number of model replicas, each with its own rows; -1: all
+        remaining devices.
+      fsdp: fully sharded data parallelism: devices that shard the parameters of a
+        replica, each with its own rows.
+      stage: pipeline parallelism: devices that share the layers; above 1 only for a
+        Recurrent Transformer with the schedule "wavefront".
+      sequence: sequence parallelism: devices that share the tokens of every row; above
+        1 only for RAT stacks. Each holds all parameters of its place on the other axes.
+      tensor: tensor parallelism: devices that share the matrix products of every layer.
     """
 
     data: _AxisSize = -1
@@ -58,7 +62,7 @@ class MeshConfig:
 
     @property
     def least_devices(self) -> int:
-        """How many devices it needs at least; an axis of -1 is content with one."""
+        """The fewest devices that it needs; an axis of -1 counts as one."""
         return math.prod(max(getattr(self, axis), 1) for axis in AXES)
 
 
@@ -66,7 +70,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """Lays the devices out; `tensor` varies fastest, so it stays within a host.
 
     Several TPU slices are joined by a network much slower than the links inside each:
-    only `data`, whose devices exchange gradients once a step, spans them.
+    only `data`, whose devices exchange gradients once per step, spans them.
 
     Raises:
       UserError: the axes' sizes do not multiply to the number of devices, or `data` is

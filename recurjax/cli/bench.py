@@ -50,11 +50,12 @@ class Bench(RangeChecks):
     """Times a variant, an op, the trainer or the data pipeline, on the first device.
 
     Attributes:
-      what: a variant; an op, timed by backend (`recurrent_prefill`, `chunk_attention`,
-        `gated_scan`, `selective_scan`); `trainer` (the loop compared with the bare
-        step, and the data pipeline); `data` (a mixture of five parts compared with one
-        corpus); `generate` (prefill and decode by the engine, of SmolLM2-135M's shape);
-        or `machine` (FLOP/s of products and memory bandwidth, which limit the others).
+      what: what to time. A variant; an op with each backend (`recurrent_prefill`,
+        `chunk_attention`, `gated_scan`, `selective_scan`); `trainer`: the training loop
+        compared with the bare step, and the data pipeline; `data`: a mixture of five
+        parts compared with one corpus; `generate`: prefill and decode of the engine
+        with a model of SmolLM2-135M's shape; `machine`: FLOP/s of matrix products and
+        memory bandwidth, which bound the others.
       json: also write the rows to this file.
       large: use shapes for one accelerator instead of two CPU cores.
       dtype: dtype of activations and matrix products.

@@ -115,7 +115,7 @@ class ChatOptions(RangeChecks):
 
 @dataclass(kw_only=True, slots=True)
 class Answered:
-    """What became of one answer.
+    """The outcome of one answer.
 
     Attributes:
       first, seconds: from the question to the first token, and to the end.
@@ -191,7 +191,7 @@ class ChatSession:
         if not self.chats:
             raise UserError(
                 "a system prompt needs a chat template, which the model lacks: "
-                "give --template"
+                "add --template FILE"
             )
         self.messages = [{"role": "system", "content": text}] if text else []
 
@@ -247,7 +247,7 @@ class ChatSession:
             raise UserError(f"cannot write {file}: {error.strerror}") from error
 
     def load(self, file: Path) -> None:
-        """Takes the messages of a file in the place of what was said.
+        """Replaces the conversation by the messages of a file.
 
         Raises:
           UserError: it cannot be read, or does not hold a talk.
@@ -477,7 +477,7 @@ class _Terminal:
             _tell("(stopped)")
 
     def _obey(self, line: str) -> bool:
-        """Does what a command says; True: it ends the talk."""
+        """Runs a command; returns whether it ends the chat."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         match word:

@@ -41,12 +41,12 @@ from recurjax.ranges import (
 
 USAGE = """usage: recurjax data COMMAND ...
 
-  recurjax data prepare --out DIR --corpus FILES    token shards of a corpus
-  recurjax data merge --out DIR PARTS               of prepare --part i/n
-  recurjax data verify DIR                          every file against its checksum
-  recurjax data show DIR                            rows as text, with document borders
+  recurjax data prepare --out DIR --corpus FILES   tokenize a corpus into shards
+  recurjax data merge --out DIR PARTS              join the parts of prepare --part i/n
+  recurjax data verify DIR                         check every file's checksum
+  recurjax data show DIR                           print rows with document borders
 
-recurjax data prepare --help lists the options."""
+recurjax data COMMAND --help lists the options of each."""
 
 PREPARE_USAGE = """usage: recurjax data prepare --out DIR --corpus FILES [options]
 
@@ -63,13 +63,14 @@ class PrepareOptions(CorpusOptions):
     Attributes:
       out: the new directory, here or in a bucket, written atomically. The same command
         continues a stopped preparation after its last full shard.
-      validation_fraction: share of the bytes, at the end, that is the validation split.
+      validation_fraction: share of the corpus, from its end, that is the validation
+        split, in bytes.
       shard_tokens: tokens per file.
-      max_tokens: stop after the document that reaches this number; default: the full
-        corpus. The validation split is a share of the text up to there.
+      max_tokens: stop after the document that reaches this number of tokens; None: the
+        full corpus. The validation split is a share of the text up to there.
       workers: processes that tokenize; the result is the same for any number.
-      part: i/n: tokenize the i-th of n parts of the corpus, one per machine, for
-        `recurjax data merge`.
+      part: i/n, the part of the corpus to tokenize, such as one per machine, for
+        `recurjax data merge`; None: the full corpus.
     """
 
     out: Path
@@ -122,17 +123,30 @@ class MergeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowOptions(RangeChecks):
-    """Prints rows of a prepared directory as text, with separators of documents.
+    """Prints rows of a prepared directory as text, with document borders.
 
     Attributes:
+      folder: the prepared directory, here or in a bucket.
       rows: number of rows.
-      first: index of the first row, from 0; rows are stretches of `length` tokens.
+      first: index of the first row, from 0.
       length: tokens per row.
     """
 
+    folder: Annotated[str, tyro.conf.Positional]
     rows: PositiveInt = 3
     first: NonNegativeInt = 0
     length: PositiveInt = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """Compares every file of a prepared directory with its checksum.
+
+    Attributes:
+      folder: the prepared directory, here or in a bucket.
+    """
+
+    folder: Annotated[str, tyro.conf.Positional]
 
 
 def run(args: list[str]) -> int:
@@ -223,10 +237,8 @@ def _prepare(options: PrepareOptions, out: Path, folder: str) -> int:
 
 def run_verify(args: list[str]) -> int:
     """Runs `recurjax data verify DIR`."""
-    folder, options = _folder(args, "verify")
-    name = args[0]
-    if options:
-        raise UserError(f"recurjax data verify takes one folder, got {options[0]} too")
+    name = parse(VerifyOptions, args, prog="recurjax data verify").folder
+    folder = prepared_here(name)
     # Three checks: the files' checksums, records that make up the stream, a tokenizer
     # that is the one of the manifest.
     manifest = read_manifest(folder)
@@ -237,7 +249,7 @@ def run_verify(args: list[str]) -> int:
     if load_tokenizer(tokenizer).hash != manifest.tokenizer_hash:
         raise UserError(f"{tokenizer} did not make the tokens: prepare the data again")
     print(
-        f"{name} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
+        f"{name} is complete: {manifest.tokens:,} tokens of {manifest.documents:,} "
         f"documents in {len(manifest.shards)} shards"
     )
     return 0
@@ -245,14 +257,16 @@ def run_verify(args: list[str]) -> int:
 
 def run_show(args: list[str]) -> int:
     """Runs `recurjax data show DIR`."""
-    folder, words = _folder(args, "show")
-    options = parse(ShowOptions, words, prog="recurjax data show")
+    options = parse(ShowOptions, args, prog="recurjax data show")
+    folder = prepared_here(options.folder)
     manifest = read_manifest(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     stream = PreparedStream(folder, manifest)
     last = (stream.tokens - 1) // options.length
     if options.first > last:
-        raise UserError(f"--first {options.first}: the last row of {args[0]} is {last}")
+        raise UserError(
+            f"--first {options.first}: the last row of {options.folder} is {last}"
+        )
     # Short data have fewer rows than requested: show them all.
     for row in range(options.first, min(options.first + options.rows, last + 1)):
         start = row * options.length
@@ -289,15 +303,6 @@ def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) 
                 plain.append(token)
         pieces.append(("||| " if begin in begins else "... ") + text)
     return "\n".join(pieces)
-
-
-def _folder(args: list[str], command: str) -> tuple[Path, list[str]]:
-    if not args or args[0].startswith("-"):
-        raise UserError(
-            f"DIR is missing: recurjax data {command} DIR, where DIR is a "
-            "prepared folder"
-        )
-    return prepared_here(args[0]), args[1:]
 
 
 def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:

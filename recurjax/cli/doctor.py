@@ -44,13 +44,16 @@ _CREDENTIALS = {
 }
 _BACKENDS = ("triton", "mosaic_tpu", "xla")
 
+_USAGE = """usage: recurjax doctor
+
+Prints versions, devices, the backend of each op, why the other backends are
+unavailable, compilers, disk space and the names of credentials."""
+
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
     if argv and argv[0] in ("-h", "--help"):
-        print(
-            "usage: recurjax doctor\n\nSays what is here, what works and what does not."
-        )
+        print(_USAGE)
         return 0
     if argv:
         raise UserError(f"recurjax doctor takes no arguments, got {' '.join(argv)}")

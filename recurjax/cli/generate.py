@@ -79,8 +79,8 @@ class GenerateOptions(RangeChecks):
       stop: end a text before this string, in which backslash-n is a line break; may be
         given several times.
       bos: put the tokenizer's BOS, if it has one, before each prompt.
-      prefill: "exact", or "sweeps:4": a model with a latent memory reads the prompts in
-        4 parallel sweeps and prints the remaining error.
+      prefill: how to read prompts: "exact", or for a model with a latent memory
+        "sweeps:4", in 4 parallel sweeps, which prints the remaining error.
       slots: prompts of a file that run at once.
       json_lines: write each text to this file when it ends; the same command resumes a
         killed one.

@@ -18,13 +18,13 @@ COMMANDS = {
     "train": "train an experiment, or resume it",
     "generate": "continue prompts with a trained model",
     "chat": "talk with a trained model in the terminal",
-    "serve": "answer OpenAI's clients with trained models",
-    "evaluate": "score a model: texts, benchmarks, CORE, lm-evaluation-harness",
+    "serve": "serve trained models over HTTP with OpenAI's API",
+    "evaluate": "score a model on texts, tasks, CORE or lm-evaluation-harness",
     "push": "send a run's model and its card to the Hugging Face Hub",
     "card": "print a run's model card",
     "convert": "import and export Hugging Face and PyTorch checkpoints; surgery",
-    "plan": "compile for TPUs and GPUs without having them: memory, time, cost",
-    "data": "tokenize a corpus into shards; join, show and verify them",
+    "plan": "compile for TPUs and GPUs that are not here: memory, time, cost",
+    "data": "tokenize a corpus into shards; merge, show or verify shards",
     "bench": "time a model, an op, the trainer or the data pipeline",
     "describe": "print a model's parameters, FLOPs and cache sizes",
     "runs": "list run directories with step, loss, age and size",
@@ -32,7 +32,7 @@ COMMANDS = {
     "experiments": "list the experiments that come with recurjax",
     "new": "write an experiment into a file to edit",
     "compilers": "fetch the compilers that plan uses",
-    "doctor": "show versions, devices and backends, and why the others do not work",
+    "doctor": "show versions, devices, backends, and why others are unavailable",
 }
 
 _FOLDERS = {

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 
@@ -136,8 +144,8 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
 _RULES = tyro.constructors.ConstructorRegistry()
 
 
-class _RangesInHelp:
-    """A rule that appends the range that a field declares to its option's help."""
+class _HelpOfFields:
+    """A rule for help: arguments by their fields' names, and the ranges of numbers."""
 
     def __init__(self):
         self._busy = False
@@ -158,23 +166,37 @@ class _RangesInHelp:
             return None
         ranges = field_ranges(config.type)
         fields = tuple(
-            dataclasses.replace(field, helptext=_help(field, ranges[field.name]))
-            if field.name in ranges
-            else field
+            dataclasses.replace(
+                field, type=_named(field), helptext=_help(field, ranges.get(field.name))
+            )
             for field in spec.fields
         )
         return dataclasses.replace(spec, fields=fields)
 
 
 def _help(
-    field: tyro.constructors.StructFieldSpec, declared: Range
-) -> Callable[[], str]:
+    field: tyro.constructors.StructFieldSpec, declared: Range | None
+) -> Callable[[], str | None]:
     # Docstrings are parsed when --help shows them, and not for other command lines.
-    text = field.helptext
-    return lambda: f"{(text() if callable(text) else text) or ''} ({declared})".strip()
+    def text() -> str | None:
+        helptext = field.helptext() if callable(field.helptext) else field.helptext
+        # tyro ends a paragraph before a line that begins with a quote or a dash.
+        words = (helptext or "").split() + ([f"({declared})"] if declared else [])
+        return " ".join(words) or None
+
+    return text
 
 
-_RULES.struct_rule(_RangesInHelp())
+def _named(field: tyro.constructors.StructFieldSpec) -> Any:
+    # tyro names a positional argument by its type, so that two paths look the same.
+    if tyro.conf.Positional not in getattr(field.type, "__metadata__", ()):
+        return field.type
+    many = get_origin(get_args(field.type)[0]) is tuple
+    metavar = field.name.upper() + " ..." * many
+    return Annotated[field.type, tyro.conf.arg(metavar=metavar)]
+
+
+_RULES.struct_rule(_HelpOfFields())
 
 
 @_RULES.primitive_rule
@@ -295,7 +317,7 @@ def _without_no(option: str) -> str:
 
 
 def _sentence(box: str) -> str:
-    """Takes the first paragraph of tyro's framed message, and the type it wanted.
+    """Extracts the first paragraph of tyro's framed message, and the type it wants.
 
     The frame is drawn with spaces and dashes where standard output is not UTF-8.
     """

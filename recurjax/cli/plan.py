@@ -27,11 +27,16 @@ from recurjax.sharding import AXES, MeshConfig
 CACHE = Path("runs") / ".plans"
 _USAGE = """usage: recurjax plan EXPERIMENT --topology NAME [options] [--field value]
 
-EXPERIMENT is a name that `recurjax experiments` lists, a .py file with a function
-config(), or FILE.py:NAME for a row of a file with a table RUNS (FILE.py alone lists the
-rows). NAME is like v5e:16x16, v5p:4x4x4,
-v6e:2x2, h100, h100:8 or cpu. All other options: recurjax plan EXPERIMENT --help. Fields
-of the experiment can be replaced as for recurjax train: --training.batch 256."""
+  recurjax plan quickstart --topology h100
+  recurjax plan rat:fineweb_4k_rat16 --topology v5e:16x16 --training.batch 256
+
+Compiles a program of an experiment for devices that need not be here. Prints the memory
+per device, the step time, what bounds it, collectives and the price.
+
+EXPERIMENT is one that `recurjax experiments` lists, or a file as for `recurjax train`.
+NAME is a TPU slice (v5e:16x16, v5p:4x4x4, v6e:2x2), one or more GPUs (h100, h100:8) or
+cpu. `recurjax plan EXPERIMENT --help` lists the other options. Fields of the experiment
+are options as for `recurjax train`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +226,7 @@ def _lacks_memory(plan: Plan) -> bool:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Takes options with a dot in their name, fields of the experiment, apart."""
+    """Separates the plan's options from fields of the experiment, which have a dot."""
     plan_words: list[str] = []
     fields: list[str] = []
     current = plan_words

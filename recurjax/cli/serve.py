@@ -66,7 +66,8 @@ class ServeOptions(RangeChecks):
       steps: tokens per slot in one decode call, after which new requests can enter.
       states_gib: GiB of memory for states of conversations, so that a turn reads only
         new tokens.
-      prefill: "exact", or "sweeps:4" for a model with a latent memory.
+      prefill: how to read prompts: "exact", or for a model with a latent memory
+        "sweeps:4", in 4 parallel sweeps, which is approximate.
       exit: let tokens leave a recursive model early, as in `generate`.
       missing: how to fill the keys and values that early exits lack, as in `generate`;
         "verify" keeps greedy texts exact.

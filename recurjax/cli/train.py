@@ -24,22 +24,31 @@ from recurjax.machine import host, process_group
 from recurjax.machine.distributed import start_processes
 from recurjax.run_table import load_experiment
 
-_USAGE = """usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--field X]
+_USAGE = """usage: recurjax train EXPERIMENT [--option value ...]
 
-EXPERIMENT is a name that `recurjax experiments` lists, quickstart or
-rat:fineweb_4k_rat16, a .py file with a function config(), or FILE.py:NAME for a row of
-a file with a table RUNS (FILE.py alone lists the rows). Every field of its config can
-be replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (the full list:
-recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> by
-default; the same command resumes a run that was stopped.
+  recurjax train quickstart --training.steps 500 --optimizer.learning-rate 1e-3
+  recurjax train quickstart --corpus 'books/*.txt' --tokenizer bpe:4096
 
---corpus FILES trains on your own text: text files, JSON lines, Parquet, ArrayRecord
-(.gz too), quoted globs, a folder, one that `recurjax data prepare` wrote, or files of
-the Hugging Face hub such as 'hf://datasets/OWNER/NAME/**/*.parquet'. --tokenizer
-bpe:4096 (or bytes, a tokenizer.json, a folder with one) replaces the experiment's.
---field NAME names the text of a row, --separator TEXT splits text files into documents,
---format and --split are those of `recurjax data prepare`. The model's vocabulary and
-the run's name follow, unless --name and --model.vocabulary set them."""
+EXPERIMENT is one of
+  NAME          an experiment that `recurjax experiments` lists, such as quickstart or
+                rat:fineweb_4k_rat16
+  FILE.py       a Python file with a function config()
+  FILE.py:NAME  a row of the table RUNS of a Python file (FILE.py alone lists the rows)
+
+Every field of the experiment is an option; `recurjax train EXPERIMENT --help` lists
+them. The run is written to runs/<name>, or DIR/<name> with --runs DIR. The same command
+resumes a run that was stopped.
+
+Train on your own text:
+  --corpus FILES    text, JSON lines, Parquet or ArrayRecord files (.gz too), quoted
+                    globs, a folder, the output of `recurjax data prepare`, or files of
+                    the Hugging Face Hub ('hf://datasets/OWNER/NAME/**/*.parquet')
+  --tokenizer NAME  bpe:4096, bytes, a tokenizer.json or a folder with a tokenizer
+  --field NAME      the field or column with the text
+  --separator TEXT  the string between two documents of a text file
+  --format, --split as in `recurjax data prepare`
+The run's name and the model's vocabulary follow from these, unless --name and
+--model.vocabulary set them."""
 
 
 def run(argv: list[str]) -> int:
@@ -104,7 +113,7 @@ MOST_USED = (
 
 
 def _most_used(experiment: Experiment) -> str:
-    lines = ["options used most, with this experiment's values (all of them: below)"]
+    lines = ["most used options, with this experiment's values (all options below)"]
     for path in MOST_USED:
         value: Any = experiment
         for name in path.split("."):
@@ -152,7 +161,7 @@ def _train_in_bucket(experiment: Experiment, url: str) -> Any:
 
 
 def _take_runs(options: list[str]) -> tuple[str, list[str]]:
-    """Takes --runs DIR, which is not a field of an experiment, out of the options."""
+    """Removes --runs DIR from the options, since it is no field of an experiment."""
     for at, word in enumerate(options):
         if word.startswith("--runs="):
             return word.removeprefix("--runs="), options[:at] + options[at + 1 :]
@@ -166,7 +175,7 @@ def _take_runs(options: list[str]) -> tuple[str, list[str]]:
 def with_own_text(
     experiment: Experiment, words: list[str], *, prog: str
 ) -> tuple[Experiment, list[str]]:
-    """Takes the options of this file out and does what they say.
+    """Applies the options of this file to an experiment and removes them.
 
     Returns:
       The experiment with that text, its tokenizer, its vocabulary and a name of its

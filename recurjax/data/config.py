@@ -1,4 +1,4 @@
-"""What to train on: the corpus, the tokenizer, and how documents become rows."""
+"""Configs of the training data: corpus, tokenizer, and the layout of rows."""
 
 import re
 from dataclasses import dataclass
@@ -35,8 +35,10 @@ class TextFiles:
     """UTF-8 text files (`.gz` too), named by paths or glob patterns.
 
     Attributes:
-      patterns: read in this order; the matches of one pattern in sorted order.
-      separator: the string between two documents of a file; None: a file is one.
+      patterns: paths or globs, read in this order; the matches of one glob in sorted
+        order.
+      separator: the string between two documents of a file; None: each file is one
+        document.
     """
 
     patterns: tuple[str, ...]
@@ -52,7 +54,12 @@ class TextFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonLines:
-    """Files with one JSON object per line (`.gz` too); `field` holds the text."""
+    """Files with one JSON object per line (`.gz` too).
+
+    Attributes:
+      patterns: paths or globs.
+      field: the field with the text.
+    """
 
     patterns: tuple[str, ...]
     field: str = "text"
@@ -63,7 +70,12 @@ class JsonLines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parquet:
-    """Parquet files, one document a row, in the column `field`."""
+    """Parquet files, one document per row.
+
+    Attributes:
+      patterns: paths or globs.
+      field: the column with the text.
+    """
 
     patterns: tuple[str, ...]
     field: str = "text"
@@ -74,7 +86,11 @@ class Parquet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrayRecords:
-    """ArrayRecord files whose records are documents in UTF-8."""
+    """ArrayRecord files whose records are documents in UTF-8.
+
+    Attributes:
+      patterns: paths or globs.
+    """
 
     patterns: tuple[str, ...]
 
@@ -88,8 +104,8 @@ class Tfds:
 
     Attributes:
       directory: the folder of one version, with dataset_info.json inside.
-      split: the split's name in that data set; `validation_fraction` cuts it again.
-      field: the text feature.
+      split: name of the split to read; `validation_fraction` divides it again.
+      field: the feature with the text.
     """
 
     directory: str
@@ -102,8 +118,8 @@ class Prepared:
     """Token shards written by `recurjax data prepare`.
 
     Attributes:
-      directory: a folder, also of a store (gs://, s3://), whose shards are then copied
-        into the user's cache when they are first read.
+      directory: the folder that it wrote. Shards of a bucket (gs://, s3://) are copied
+        to the user's cache when they are first read.
     """
 
     directory: str
@@ -119,9 +135,9 @@ class Part:
     """One corpus of a mixture.
 
     Attributes:
-      corpus: text or prepared; all parts of a mixture have the one tokenizer.
-      weight: its share of the rows, relative to the other parts' weights.
-      name: in metrics, letters, digits, "_" and "-".
+      corpus: text or prepared; all parts of a mixture share one tokenizer.
+      weight: share of the rows, relative to the other parts' weights.
+      name: name in metrics: letters, digits, "_" and "-".
     """
 
     corpus: PartCorpus
@@ -142,7 +158,8 @@ class Reweighting(RangeChecks):
 
     Attributes:
       step: the first training step with these weights.
-      weights: of all parts, in their order; 0 leaves a part out from here on.
+      weights: weights of all parts, in their order; 0 leaves a part out from this step
+        on.
     """
 
     step: PositiveInt
@@ -153,13 +170,14 @@ class Reweighting(RangeChecks):
 class Mixture:
     """Rows drawn from several corpora in fixed shares.
 
-    After any number of rows each part has had its share of them, to within one row for
-    each reweighting so far. Each part is shuffled and repeated on its own, as it would
-    be alone. Validation reads all parts' validation splits and reports a loss for each.
+    After any number of rows each part has had its share of them, to within one row per
+    reweighting. Each part is shuffled and repeated independently, as it would be alone.
+    Validation reads all parts' validation splits and reports a loss for each.
 
     Attributes:
-      parts: with names of their own.
-      reweightings: in the order of their steps, such as for an anneal at the end.
+      parts: the corpora, with names and weights.
+      reweightings: new weights from later steps on, in the order of the steps, such as
+        for an anneal at the end.
     """
 
     parts: tuple[Part, ...]
@@ -198,19 +216,21 @@ class PromptAnswer:
     """Prompts with answers, one JSON object per line (`.gz` too); loss on the answers.
 
     Loss counts on the answer's tokens and on the EOS that ends it. An example that is
-    longer than a row loses the middle of its prompt, so that its beginning and its end
-    stay, as RAT's fine-tuning does. An epoch is every example once.
+    longer than a row loses the middle of its prompt and keeps its beginning and end, as
+    in RAT's fine-tuning. An epoch is every example once.
 
     Attributes:
       patterns: paths or globs.
-      prompt, answer: the fields with the two texts, which are joined as they stand: a
-        space between them is part of one of them. A line may have `messages` instead,
+      prompt: the field with the prompt.
+      answer: the field with the answer. Both texts are joined without a separator, so a
+        space between them is part of one of them. A line may have `messages` instead:
         objects with role and content, the last one the assistant's answer.
-      template: a Jinja file that writes a conversation for the model, such as a chat
-        tokenizer's; BOS is read where it writes one. None: BOS, if there is one, and
-        "role: content" a line. Needs pip install jinja2.
-      rows: "one": an example a row, filled up; "packed": as many as fit into a row,
-        which do not see each other.
+      template: path of a Jinja file that formats a conversation, such as a tokenizer's
+        chat template, and needs pip install jinja2; BOS is inserted where it writes
+        one. None: BOS, if the tokenizer has one, and one line "role: content" per
+        message.
+      rows: "one": one example per row, padded; "packed": as many as fit, which do not
+        attend to each other.
     """
 
     patterns: tuple[str, ...]
@@ -226,20 +246,20 @@ class PromptAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversations:
-    """Conversations with an assistant, a line or a Parquet row each.
+    """Conversations with an assistant, one per line or Parquet row.
 
-    Loss counts on all that the assistant says and on the token that ends each of its
-    turns; what the template writes around them is read. One that is longer than a row
-    loses its end; a beginning that leaves an answer less than half of the row loses its
-    middle. An epoch is every conversation once.
+    Loss counts on the assistant's messages and on the token that ends each of its
+    turns, but not on what the template writes around them. A conversation that is
+    longer than a row loses its end. If its beginning leaves the answer less than half
+    of the row, the beginning loses its middle. An epoch is every conversation once.
 
     Attributes:
       patterns: paths or globs of JSON lines (`.gz` too) or of .parquet files.
-      field: holds the messages, objects with role and content.
-      template: a Jinja file that writes them for the model; None: the one that came
-        with the tokenizer. Needs pip install jinja2.
-      rows: "packed": as many as fit into a row, which do not see each other; "one": a
-        conversation a row, filled up.
+      field: the field with the messages, objects with role and content.
+      template: path of a Jinja file that formats a conversation, and needs pip install
+        jinja2; None: the tokenizer's chat template.
+      rows: "packed": as many conversations as fit into a row, which do not attend to
+        each other; "one": one per row, padded.
     """
 
     patterns: tuple[str, ...]
@@ -259,7 +279,11 @@ Corpus = PartCorpus | Mixture | PromptAnswer | Conversations
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
-    """UTF-8 bytes 0..255 and, unless `bos` is False, the token 256 before documents."""
+    """UTF-8 bytes 0..255 and, if `bos`, a token 256 that begins documents.
+
+    Attributes:
+      bos: put the token 256 before documents.
+    """
 
     bos: bool = True
 
@@ -269,8 +293,8 @@ class Bpe(RangeChecks):
     """A byte-level BPE trained on the training part of the corpus.
 
     Attributes:
-      vocabulary: tokens in all: 256 bytes, one BOS, the rest merges.
-      train_bytes: merges are counted on at most about this much text.
+      vocabulary: number of tokens: 256 bytes, one BOS and the merges.
+      train_bytes: about the most bytes of text on which merges are counted.
     """
 
     vocabulary: Annotated[int, Range(least=257, most=_LARGEST_BPE)]
@@ -282,10 +306,10 @@ class NanochatBpe(RangeChecks):
     """nanochat's byte-level BPE, trained on the training part of the corpus.
 
     Attributes:
-      vocabulary: tokens in all: 256 bytes, the merges, nine special tokens, of which
-        the first is BOS.
-      train_bytes: merges are counted on at most about this much text, of each document
-        its first 10,000 characters.
+      vocabulary: number of tokens: 256 bytes, the merges and nine special tokens, of
+        which the first is BOS.
+      train_bytes: about the most bytes of text on which merges are counted, of the
+        first 10,000 characters of each document.
     """
 
     vocabulary: Annotated[int, Range(least=265, most=_LARGEST_BPE)]
@@ -301,13 +325,13 @@ class TokenizerFile:
     """A tokenizer on disk.
 
     Attributes:
-      path: a tokenizer.json, or a folder that holds a tokenizer (such as `tokenizer`
-        in a prepared directory, or a Hugging Face model's folder).
+      path: a tokenizer.json, or a folder that holds a tokenizer (such as `tokenizer` in
+        a prepared directory, or a Hugging Face model's folder).
       bos: the token that begins each document and prompt, "none" for none; None: the
         token that the file's post-processor puts there, if any.
-      eos: the token that ends generated text, and each document that has no BOS; None:
-        what tokenizer_config.json next to the file says, else the first well-known name
-        in the vocabulary.
+      eos: the token that ends generated text, and each document if there is no BOS;
+        None: the one of tokenizer_config.json next to the file, else the first
+        well-known name in the vocabulary.
     """
 
     path: str
@@ -323,16 +347,18 @@ class DataConfig:
     """Corpus, tokenizer and the way documents are laid out in rows.
 
     Attributes:
-      packing: "concat" cuts the joined documents into rows; "best_fit" starts each
-        row with BOS and fills it with the largest documents that fit.
-      document_segments: whether batches carry each position's document number.
-      validation_fraction: the last share of the corpus' bytes, kept for validation.
-        None: a prepared corpus brings the share that it was prepared with; of any
-        other corpus 0.1; of prompts with answers a share of the examples.
-      seed: of the global shuffle, another permutation each epoch.
-      packing_buffer: documents that best-fit packing chooses from, at least.
-      prefetch: batches made ahead of time; 0 makes each on demand.
-      threads: that make them (best-fit packing uses one).
+      corpus: the text, prompts with answers, or conversations to train on.
+      tokenizer: the tokenizer, whose vocabulary the model has.
+      packing: "concat" cuts the concatenated documents into rows; "best_fit" starts
+        each row with BOS and fills it with the largest documents that fit.
+      document_segments: keep the documents of a row from attending to each other.
+      validation_fraction: share of the corpus, from its end, that is held out for
+        validation: of its bytes, or of the examples of prompts and conversations. None:
+        the share with which a prepared corpus was prepared, else 0.1.
+      seed: seed of the global shuffle, which is another permutation in each epoch.
+      packing_buffer: documents, at least, that best-fit packing chooses from.
+      prefetch: batches that are prepared in advance; 0: each on demand.
+      threads: threads that prepare batches; best-fit packing uses one.
     """
 
     corpus: Corpus

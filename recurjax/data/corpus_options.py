@@ -54,24 +54,22 @@ class CorpusOptions:
     r"""A corpus and its tokenizer.
 
     Attributes:
-      corpus: files or quoted globs ('docs/**/*.txt'), a folder, the folder of a TFDS
-        data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
-        of a bucket (gs://, s3://) or one behind https://, or the word embedded for the
-        Shakespeare text in the package. A folder is a TFDS data set, the output of
-        `recurjax data prepare`, or any folder: then all files below it with a known
-        ending are read.
-      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on the
-        corpus, nanochat's with its split and special tokens), or the path of a
-        tokenizer.json or of a folder that holds a tokenizer.
-      bos: the token of a tokenizer.json that begins each document, or none; default:
-        the tokenizer's own.
-      eos: the token of a tokenizer.json that ends each document, or none; default: the
-        tokenizer's own where no token begins documents, else none.
-      format: of the corpus; auto goes by the file names, and takes others as text.
-      field: the field or column with the text (jsonl, parquet, tfds).
-      split: the split to read (tfds).
-      separator: cuts a text file into documents (text), \n and \t spelled out; default:
-        a file is one.
+      corpus: files, quoted globs ('docs/**/*.txt') or a folder; also of the Hugging
+        Face Hub ('hf://datasets/OWNER/NAME/*.parquet'), of a bucket (gs://, s3://) or
+        at a URL (https://). `embedded` is the Shakespeare text in the package. A folder
+        may be a TFDS data set, the output of `recurjax data prepare`, or any other, of
+        which all files with a known ending are read.
+      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (both trained
+        on the corpus), or the path of a tokenizer.json or of a folder with a tokenizer.
+      bos: the token of a tokenizer.json that begins each document, or none; None: the
+        tokenizer's own.
+      eos: the token of a tokenizer.json that ends each document, or none; None: the
+        tokenizer's own if documents have no BOS, else none.
+      format: format of the corpus; auto: by the file names, and text for unknown ones.
+      field: the field or column with the text, of jsonl, parquet and tfds.
+      split: the split to read, of tfds.
+      separator: the string between two documents of a text file, with \n and \t for
+        line break and tab; None: each file is one document.
     """
 
     corpus: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""How weights start: one config, one function."""
+"""Weight initialization: one config, one function."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,16 +29,16 @@ class InitConfig(RangeChecks):
     was computed from.
 
     Attributes:
-      distribution: of weights: normal, or uniform on +-sqrt(3) std. Embeddings and
-        heads are normal.
-      std: standard deviation; None means 1/sqrt(fan in).
-      truncate: draw a normal within this many standard deviations only (without
-        rescaling, so its own is smaller than `std`); None: anywhere.
-      output: what divides the std of the attention's and the MLP's output projection:
-        "same" nothing, "depth" sqrt(2 L), "layer" sqrt(2 (l + 1)) for layer l from 0,
+      distribution: distribution of weights: "normal", or "uniform" on +-sqrt(3) std.
+        Embeddings and heads are always normal.
+      std: standard deviation of weights; None: 1/sqrt(fan in).
+      truncate: draw normal weights within this many standard deviations only, without
+        rescaling; None: no limit.
+      output: divisor of the std of the attention's and the MLP's output projections:
+        "same", 1; "depth", sqrt(2 L); "layer", sqrt(2 (l + 1)) for layer l from 0.
         "zero" starts them at 0.
-      embedding_std: standard deviation of embeddings; None means 1/sqrt(D).
-      head_std: that of an untied head; None means `std`.
+      embedding_std: standard deviation of embeddings; None: 1/sqrt(D).
+      head_std: standard deviation of an untied head; None: `std`.
     """
 
     distribution: Literal["normal", "uniform"] = "normal"

@@ -22,10 +22,11 @@ class MlpConfig(RangeChecks):
     """A feed-forward layer.
 
     Attributes:
-      kind: "gelu" (exact erf), "gelu_tanh", "relu_squared" (So et al. 2021): two
-        matrices; "swiglu", "geglu", "geglu_tanh" (Shazeer 2020): three.
-      width: F.
-      bias: whether the linear maps have biases.
+      kind: the activation: "gelu" (exact erf), "gelu_tanh" and "relu_squared" (So et
+        al. 2021) have two matrices; "swiglu", "geglu" and "geglu_tanh" (Shazeer 2020)
+        have three.
+      width: F, the hidden width.
+      bias: add biases to the linear maps.
     """
 
     kind: MlpKind = "gelu"
@@ -52,7 +53,7 @@ class MlpConfig(RangeChecks):
 
 
 class MlpAdditions(NamedTuple):
-    """What one depth of a stack adds to the linear maps of a shared layer."""
+    """The low-rank terms that one depth adds to the linear maps of a shared layer."""
 
     up: LowRank | None = None
     gate: LowRank | None = None

@@ -14,14 +14,14 @@ from recurjax.types import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """A normalisation over the last axis.
+    """A normalization over the last axis.
 
     Attributes:
       kind: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
-      eps: added to the mean square or the variance.
-      scale: whether there is a learned scale.
-      bias: whether there is a learned bias.
-      one_plus: multiply by 1 + scale, the scale starting at 0 (Gemma).
+      eps: added to the mean square or to the variance.
+      scale: learn a scale.
+      bias: learn a bias.
+      one_plus: multiply by 1 + scale, with a scale that starts at 0 (Gemma).
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -51,7 +51,7 @@ def layer_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]
 
 
 class Norm(nnx.Module):
-    """One normalisation with its scale and bias; multiplied in float32, then cast."""
+    """A normalization with scale and bias; multiplied in float32, then cast."""
 
     def __init__(self, config: NormConfig, width: int):
         self.config = config

@@ -24,7 +24,11 @@ from recurjax.types import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearScaling(RangeChecks):
-    """Position interpolation (Chen et al. 2023): every theta_i / factor."""
+    """Position interpolation (Chen et al. 2023): every theta_i / factor.
+
+    Attributes:
+      factor: divides every theta_i.
+    """
 
     factor: PositiveFloat
 
@@ -33,11 +37,11 @@ class LinearScaling(RangeChecks):
 class DynamicScaling(RangeChecks):
     """A larger base for sequences beyond the training length ("dynamic NTK").
 
-    base (factor T / length - factor + 1)^(r / (r - 2)) for T > length tokens.
+    base_T = base (factor T / length - factor + 1)^(r / (r - 2)) for T > length tokens.
 
     Attributes:
-      factor: see the equation.
-      length: the sequences of training, in tokens.
+      factor: `factor` in the equation above.
+      length: the training length, in tokens.
     """
 
     factor: PositiveFloat
@@ -46,14 +50,16 @@ class DynamicScaling(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling(RangeChecks):
-    """Llama 3.1's rule: slow dimensions / factor, fast ones as they are.
+    """Llama 3.1's rule: slow dimensions are slowed down, fast ones stay as they are.
 
-    A dimension is slow when it turns less than `low` times in `length` tokens, fast
-    when it turns more than `high` times; in between both are mixed linearly.
+    A dimension is slow if it turns less than `low` times in `length` tokens, and fast
+    if it turns more than `high` times. The rule interpolates linearly in between.
 
     Attributes:
-      factor, low, high: see above.
-      length: the sequences of pretraining, in tokens.
+      factor: divides theta_i of slow dimensions.
+      low: turns in `length` tokens below which a dimension is slow.
+      high: turns in `length` tokens above which a dimension is fast.
+      length: the pretraining length, in tokens.
     """
 
     factor: PositiveFloat
@@ -74,11 +80,12 @@ class YarnScaling(RangeChecks):
     """YaRN (Peng et al. 2023): slow dimensions / factor, by a ramp over dimensions.
 
     Attributes:
-      factor: of the slow dimensions.
-      length: the sequences of pretraining, in tokens.
-      fast, slow: turns in `length` tokens at which the ramp begins and ends.
-      truncate: whether the ramp's ends are rounded to integer dimensions.
-      amplitude: multiplies cosine and sine, so that logits grow by its square.
+      factor: divides theta_i of slow dimensions.
+      length: the pretraining length, in tokens.
+      fast: turns in `length` tokens above which a dimension stays as it is.
+      slow: turns in `length` tokens below which a dimension is divided by `factor`.
+      truncate: round the ends of the ramp between both to integer dimensions.
+      amplitude: factor of cosine and sine, so that logits grow by its square.
     """
 
     factor: PositiveFloat
@@ -94,10 +101,11 @@ class LongScaling(RangeChecks):
     """LongRoPE (Ding et al. 2024): theta_i / short_i, or / long_i in long sequences.
 
     Attributes:
-      short: one factor for each pair of rotated dimensions.
-      long: those of sequences of more than `length` tokens.
-      length: the sequences of pretraining, in tokens.
-      amplitude: multiplies cosine and sine.
+      short: divisors of theta_i in sequences of up to `length` tokens, one per pair of
+        dimensions.
+      long: divisors of theta_i in longer sequences, one per pair of dimensions.
+      length: the pretraining length, in tokens.
+      amplitude: factor of cosine and sine.
     """
 
     short: tuple[PositiveFloat, ...]
@@ -115,9 +123,10 @@ class Rope(RangeChecks):
     """Rotary position embedding (Su et al. 2021), the half-split form.
 
     Attributes:
-      base: wavelength base, in the exponent's sense: theta_i = base^(-2i / width).
-      fraction: share of the head's width, from the front, that is rotated.
-      scaling: what changes theta_i for long sequences, or None.
+      base: theta_i = base^(-2i / width), the angle per token of pair i.
+      fraction: share of the head width, from the front, that is rotated.
+      scaling: rule that changes theta_i for sequences beyond the pretraining length;
+        None: none.
     """
 
     base: Annotated[float, Range(above=1)] = 10000.0
@@ -137,7 +146,7 @@ class Alibi(RangeChecks):
     """Attention with linear biases (Press et al. 2021).
 
     Attributes:
-      max_bias: m in slope_h = 2^(-m (h + 1) / H), for any H.
+      max_bias: m in slope_h = 2^(-m (h + 1) / H), the slope of head h, for any H.
     """
 
     max_bias: PositiveFloat = 8.0

@@ -76,7 +76,8 @@ def exit_losses(
 
     Args:
       model: gives head, padding and soft cap.
-      states: of N predictions, after the final norm; the last is the model's own.
+      states: states of N predictions, after the final norm; the last is the model's
+        own.
       targets: token ids, or IGNORED.
       to_last: compare each earlier prediction with the last.
       teacher: compare every prediction with this one.
@@ -138,13 +139,13 @@ class _Pair(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What has been summed over the vocabulary so far.
+    """Running sums over the vocabulary.
 
     Attributes:
-      peaks, totals: of view i at temperature t, by (i, t): the largest z = logit / t,
+      peaks, totals: by (i, t), for view i at temperature t: the largest z = logit / t,
         and the sum of exp(z - peak).
       chosen: the target's logit, of each view with targets.
-      apart: of each pair the sum of exp(z_near - peak) (z_near - z_far).
+      apart: for each pair, the sum of exp(z_near - peak) (z_near - z_far).
     """
 
     peaks: dict[tuple[int, float], Array]
@@ -322,12 +323,13 @@ def _walk(
 class FrozenModel:
     """A trained model that an objective reads and no step changes, such as a teacher.
 
-    Its parameters are an argument of the step, are sharded like the trained model's
-    do, and are in no checkpoint.
+    Its parameters are an argument of the step. They are sharded like the trained
+    model's and are in no checkpoint.
 
     Attributes:
-      run: the run directory whose newest good checkpoint has the parameters.
-      model: its config: what a step is built from, so that planning reads no files.
+      run: run directory whose newest valid checkpoint has the parameters.
+      model: config of the model, with which a step is built, so that planning reads no
+        files.
     """
 
     run: str

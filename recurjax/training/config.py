@@ -23,13 +23,13 @@ ADAPTER_PARAMETERS = r"\.lora_[ab]$"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig(RangeChecks):
-    """Which matrices of a stack get an adapter x W + s (x A) B, and how large.
+    """Adapters x W + s (x A) B: the matrices that get one, and its size.
 
     Attributes:
       rank: R; 0: no adapters.
       alpha: s = alpha / R; None: R, so that s = 1.
-      names: of matrices, without w_: q, k, v, out, up, gate, down, or any other that
-        the stack has; (): attention's, the MLP's and Mamba's projections.
+      names: names of matrices, without w_: q, k, v, out, up, gate, down, or any other
+        that the stack has; (): attention's, the MLP's and Mamba's projections.
       rank_stabilized: s = alpha / sqrt(R) (Kalajdzievski 2023).
     """
 
@@ -40,7 +40,7 @@ class AdapterConfig(RangeChecks):
 
     @property
     def scale(self) -> float:
-        """What multiplies (x A) B."""
+        """s, the factor of (x A) B."""
         alpha, rank = self.alpha or float(self.rank), max(self.rank, 1)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -70,39 +70,43 @@ def parse_adapters(text: str) -> AdapterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """The training loop.
+    """Length of the run, batches, what is trained, checkpoints and logging.
 
     Attributes:
-      steps: optimizer steps in all.
-      batch: rows of a step, over all devices and accumulation parts.
-      length: T, tokens per row.
-      accumulation: parts of the batch that go through the model one after another.
-      gradient_clip: largest global norm of the gradient, or None.
-      seed: of the initial parameters, and of the texts drawn in evaluations.
-      start_from: a run directory (a model imported by `recurjax convert`, or a run to
-        continue from with other data or another optimizer): its newest checkpoint gives
-        the initial parameters instead of the seed. It must have the same model and
-        tokenizer, and is not read again once this run has a checkpoint.
-      train_only: a regular expression: only parameters with a match in their names are
-        trained, such as mamba for a RecurFormer's new ones. The others stay as they
-        are, to the bit: they neither decay nor have an optimizer's state. None: all.
-      adapters: trains low-rank adapters of the model of start_from, which stays as it
-        is: lora:RANK[:ALPHA][:NAMES], such as lora:16 or lora:16:32:q,v (matrices
-        without w_; else attention's, the MLP's and Mamba's projections); rslora:... for
-        a scale of ALPHA / sqrt(RANK) instead of ALPHA / RANK; ALPHA is RANK if not
-        given. Parameters that train_only matches are trained too. Checkpoints hold what
-        is trained, and which model start_from was. None: no adapters.
+      steps: number of optimizer steps.
+      batch: rows per step, over all devices and accumulation parts.
+      length: T, the tokens of a row.
+      accumulation: number of parts of the batch that go through the model one after
+        another, to lower peak memory.
+      gradient_clip: largest global norm of the gradient; None: no clipping.
+      seed: seed of the initial parameters and of texts sampled in evaluations.
+      start_from: run directory whose newest checkpoint gives the initial parameters,
+        such as one that `recurjax convert` imported. Model and tokenizer must be the
+        same. It is not read again once this run has a checkpoint. None: random
+        parameters.
+      train_only: regular expression: train only parameters whose names match, such as
+        mamba for the new parameters of a RecurFormer. The others stay bit-identical and
+        need no optimizer state. None: train all.
+      adapters: train LoRA adapters of the model of start_from, which stays frozen:
+        lora:RANK[:ALPHA][:NAMES], such as lora:16 or lora:16:32:q,v. NAMES are matrices
+        without their w_, by default the projections of attention, MLP and Mamba; ALPHA
+        is RANK by default. rslora:... scales by ALPHA / sqrt(RANK) instead of ALPHA /
+        RANK. Parameters that match train_only are trained too. Checkpoints hold only
+        what is trained and the name of start_from. None: no adapters.
       log_every: steps between rows of metrics.jsonl.
-      checkpoint_every: steps between checkpoints; one more is made at the end.
-      keep_checkpoints: how many of the newest stay, in addition to the best.
+      checkpoint_every: steps between checkpoints; the last step always has one.
+      keep_checkpoints: number of newest checkpoints to keep, in addition to the best.
       spikes: when to skip a step and when to stop.
-      profile: (first, last) step of a profiler trace written into the run directory.
-      deterministic: ask XLA for deterministic operations on GPU (slower), so that runs
-        and resumed runs agree bit for bit there too.
-      wandb_project: also log to this Weights & Biases project (the `wandb` extra).
-      wandb_group: of that project, to which the run belongs.
-      wandb_tags: of the run there.
-      mlflow_experiment: also log to this experiment of MLflow (the `mlflow` extra).
+      profile: first and last step of a profiler trace in the run directory; None: no
+        trace.
+      deterministic: request deterministic GPU operations from XLA (slower), so that
+        runs and resumed runs agree bit for bit on GPUs too.
+      wandb_project: Weights & Biases project to log to as well (needs the extra
+        `wandb`); None: none.
+      wandb_group: Weights & Biases group of the run; None: none.
+      wandb_tags: Weights & Biases tags of the run.
+      mlflow_experiment: MLflow experiment to log to as well (needs the extra `mlflow`);
+        None: none.
     """
 
     steps: PositiveInt
@@ -176,15 +180,16 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig(RangeChecks):
-    """What happens every `every` steps, and after the last.
+    """Validation and sampled texts, every `every` steps and after the last.
 
     Attributes:
       every: steps between evaluations; 0: only after the last step.
-      batch: rows at a time; None: training.batch / training.accumulation.
-      batches: how many of them; None: the full validation split.
-      sample_prompts: continued after each evaluation, into samples.txt.
+      batch: rows per batch; None: training.batch / training.accumulation.
+      batches: number of batches; None: the full validation split.
+      sample_prompts: prompts to continue after each evaluation; the texts go to
+        samples.txt.
       sample_tokens: tokens of each continuation.
-      temperature: of the continuations; 0 is greedy.
+      temperature: sampling temperature of the continuations; 0: greedy.
     """
 
     every: NonNegativeInt = 0

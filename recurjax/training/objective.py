@@ -30,12 +30,12 @@ class NextToken(RangeChecks):
     Source of the z-loss: Chowdhery et al. 2022, section 5.
 
     Attributes:
-      z_loss: z; 1e-4 is PaLM's.
-      vocabulary_chunks: pieces in which logits are made, to save memory: see
-        `token_losses`.
-      answers: counted targets that a row has at most; logits are computed at these
-        positions only, which saves most of the head's time where a task asks few. None:
-        at all positions.
+      z_loss: z, the weight of the z-loss; PaLM's is 1e-4.
+      vocabulary_chunks: number of pieces of the vocabulary in which logits are
+        computed, to lower peak memory.
+      answers: upper bound on the counted targets of a row. Logits are then computed at
+        these positions only, which saves time in tasks with few targets. None: at all
+        positions.
     """
 
     z_loss: NonNegativeFloat = 0.0

@@ -22,12 +22,12 @@ class SpikeConfig(RangeChecks):
     """When an update is skipped and when training stops.
 
     Attributes:
-      enabled: False skips nothing and stops at nothing.
-      window: the last losses that were not skipped, to compare with.
-      sigma: skip when a loss is this many deviations above their median, see `judge`. A
-        loss, gradient or update that is not finite is always skipped.
-      patience: this many skips in a row end the run, unless their losses are as steady
-        as those before: then that level is accepted, see `judge`.
+      enabled: watch for spikes; off: never skip a step and never stop.
+      window: number of recent losses, without skipped ones, to compare a loss with.
+      sigma: skip a step whose loss is this many deviations above their median. A loss,
+        gradient or update that is not finite is always skipped.
+      patience: number of skips in a row that stops the run. If the skipped losses are
+        as steady as those before, training accepts their level and continues.
     """
 
     enabled: bool = True
@@ -37,7 +37,7 @@ class SpikeConfig(RangeChecks):
 
 
 class SpikeState(NamedTuple):
-    """What the rule remembers; part of the training state, so resuming is exact.
+    """The rule's state; part of the training state, so that resuming is exact.
 
     Attributes:
       losses: the last accepted losses, a ring.
@@ -94,7 +94,7 @@ def judge(
 
     Args:
       state: before the step.
-      loss: of the step.
+      loss: loss of the step.
       finite: whether gradient and update are.
       config: the rule.
       new_data: whether the data changes at this step (weights of a mixture), so that

@@ -9,22 +9,46 @@ import tyro
 from recurjax import variants
 from recurjax.cli.bench import BENCHES, Bench
 from recurjax.cli.chat import ChatOptions
+from recurjax.cli.compilers import CompilersOptions
+from recurjax.cli.convert.command import (
+    FromAuthors,
+    FromHf,
+    FromPeft,
+    FromTorch,
+    Merge,
+    Quantize,
+    ToPeft,
+    ToTorch,
+)
+from recurjax.cli.convert.surgery import ToRecurFormer, ToRecursive, ToTransformer
+from recurjax.cli.data import (
+    MergeOptions,
+    PrepareOptions,
+    ShowOptions,
+    VerifyOptions,
+)
 from recurjax.cli.evaluate.command import (
     EvaluateCore,
     EvaluateHarness,
     EvaluateRequests,
+    Table,
 )
 from recurjax.cli.evaluate.task import EvaluateTask
 from recurjax.cli.evaluate.text import EvaluateExits, EvaluateText
 from recurjax.cli.generate import GenerateOptions
+from recurjax.cli.inspect.report import ReportOptions
 from recurjax.cli.options import override, parse, run_script
 from recurjax.cli.plan import PlanOptions
+from recurjax.cli.push.card import CardOptions
+from recurjax.cli.push.command import PushOptions
 from recurjax.cli.serve import ServeOptions
 from recurjax.cli.train import _with_fitting_warmup
 from recurjax.errors import UserError
+from recurjax.experiment import Experiment
 from recurjax.ranges import Fraction, PositiveInt, RangeChecks
 from recurjax.run_table import load_experiment
 from tests.cli.commands import recurjax
+from tests.test_config_ranges import reachable
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
 
@@ -73,11 +97,18 @@ def test_a_path_may_begin_with_the_home(monkeypatch, tmp_path):
     "kind",
     [
         *(Bench, ChatOptions, GenerateOptions, PlanOptions, ServeOptions),
-        *(EvaluateText, EvaluateExits, EvaluateTask),
+        *(CardOptions, PushOptions, CompilersOptions, ReportOptions),
+        *(PrepareOptions, MergeOptions, ShowOptions, VerifyOptions),
+        *(EvaluateText, EvaluateExits, EvaluateTask, Table),
         *(EvaluateCore, EvaluateHarness, EvaluateRequests),
+        *(FromHf, FromTorch, FromAuthors, FromPeft, ToTorch, ToPeft, Merge, Quantize),
+        *(ToRecurFormer, ToRecursive, ToTransformer),
+        *reachable(Experiment),
     ],
+    ids=lambda kind: kind.__name__,
 )
 def test_help_says_something_of_every_option(kind):
+    """tyro reads one name per line: a line for two fields helps with neither."""
     texts = "\n".join(parent.__doc__ or "" for parent in kind.__mro__)
     said = re.findall(r"^ {6}(\w+): ", texts, re.MULTILINE)
     assert [f.name for f in dataclasses.fields(kind) if f.name not in said] == []

@@ -174,7 +174,7 @@ def test_a_prepared_folder_is_verified(files, capsys):
     out = prepared_folder(files)
     assert run(["verify", out]) == 0
     text = capsys.readouterr().out
-    assert "is whole: 9,002 tokens of 2 documents in 1 shards" in text
+    assert "is complete: 9,002 tokens of 2 documents in 1 shards" in text
     [shard] = (files / "out").glob("*.arrayrecord")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -185,9 +185,9 @@ def test_a_prepared_folder_is_verified(files, capsys):
 
 def test_what_cannot_be_shown_or_prepared_is_one_sentence(files):
     for words, message in (
-        (["show"], "DIR is missing: recurjax data show DIR"),
+        (["show"], "Missing from recurjax data show: FOLDER the prepared"),
         (["verify", str(files)], "is not a prepared directory"),
-        (["verify", str(files), "more"], "takes one folder, got more too"),
+        (["verify", str(files), "more"], "Unrecognized options: more"),
         (["show", str(files), "--rows", "0"], "--rows: must be >= 1, got 0"),
         (
             ["prepare", "--out", "x", "--corpus", "embedded", "--workers", "0"],

@@ -40,25 +40,25 @@ from recurjax.training.run import load_run
 
 USAGE = """usage: recurjax convert COMMAND SOURCE OUT [options]
 
-  recurjax convert from-hf OWNER/NAME runs/name          Hugging Face Hub
-  recurjax convert from-hf SmolLM2.gguf runs/smollm2     a folder of it, GGUF
-  recurjax convert to-torch RUN OUT                      PyTorch, transformers
-  recurjax convert from-torch OUT RUN                    and back
-  recurjax convert from-authors FILE RUN                 a paper's own checkpoint
-  recurjax convert to-recursive RUN OUT                  one variant into another:
-  recurjax convert to-recurformer RUN OUT
-  recurjax convert to-transformer RUN OUT
-  recurjax convert merge RUN OUT                         adapters into their base
-  recurjax convert quantize RUN OUT --weights int8       weights of 8 or 4 bits
-  recurjax convert from-peft ADAPTERS OUT --base RUN     adapters of PEFT, and back
-  recurjax convert to-peft RUN OUT
+  recurjax convert from-hf OWNER/NAME runs/name        import from the Hugging Face Hub
+  recurjax convert from-hf SmolLM2.gguf runs/smollm2   import a GGUF file or a folder
+  recurjax convert to-torch RUN OUT                    export to PyTorch, transformers
+  recurjax convert from-torch OUT RUN                  import such an export again
+  recurjax convert from-authors FILE RUN               import a paper's own checkpoint
+  recurjax convert to-recursive RUN OUT                loop a Transformer, with LoRA
+  recurjax convert to-recurformer RUN OUT              replace local heads by Mamba
+  recurjax convert to-transformer RUN OUT              unroll a recursive model
+  recurjax convert merge RUN OUT                       merge adapters into their base
+  recurjax convert quantize RUN OUT --weights int8     store weights in 8 or 4 bits
+  recurjax convert from-peft ADAPTERS OUT --base RUN   import adapters from PEFT
+  recurjax convert to-peft RUN OUT                     export adapters to PEFT
 
 recurjax convert COMMAND --help lists the options of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Checked(RangeChecks):
-    """What every command that compares with PyTorch takes."""
+    """Options of every command that compares with PyTorch."""
 
     check: bool = True
     torch_python: str | None = None
@@ -86,9 +86,10 @@ class FromHf(_Checked):
         OWNER/NAME[@REVISION] of the Hugging Face Hub (hf:OWNER/NAME if a folder has
         that name).
       out: the new run directory, written atomically.
-      tokenizer: a tokenizer.json or its folder, in place of the model's own.
-      ignore_key: a key of config.json that recurjax does not know and that does not
-        change the model; may be given several times.
+      tokenizer: a tokenizer.json or its folder, instead of the model's own; None: the
+        model's own.
+      ignore_key: a key of config.json that recurjax does not know but may ignore,
+        because it does not change the model; may be given several times.
       dtype: dtype of parameters and activations: float32 holds every checkpoint exactly
         and suits training; bfloat16 takes half the memory; keep is bfloat16 if the
         checkpoint's matrices are, else float32.
@@ -184,8 +185,8 @@ class Quantize(RangeChecks):
     Attributes:
       run: the run directory.
       out: the new run directory, written atomically.
-      weights: int8: a scale per output; int4: a scale per 64 inputs, embeddings and
-        head in int8; with -layers embeddings and head stay in float32.
+      weights: int8: one scale per output; int4: one scale per 64 inputs, embeddings
+        and head in int8; with -layers, embeddings and head stay in float32.
       step: training step of the checkpoint; None: the newest.
     """
 
@@ -197,7 +198,7 @@ class Quantize(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromPeft:
-    """Imports adapters that PEFT saved into a run directory.
+    """Imports adapters saved by PEFT into a run directory.
 
     Attributes:
       source: a folder with adapter_config.json and adapter_model.safetensors.
@@ -273,7 +274,7 @@ def _with_stores(name: str, command: Command, argv: list[str]) -> int:
 
 
 class _Differs(Exception):  # noqa: N818 (no error: both sides were compared)
-    """What was made is not what it was made of."""
+    """The converted model differs from its source."""
 
     def __init__(self, code: int, folder: str):
         super().__init__(code, folder)
@@ -326,7 +327,7 @@ def _from_hf(argv: list[str]) -> int:
         compare_with_hf(
             converted.model,
             source,
-            # The directory's own, where no other was named.
+            # Keep the directory's tokenizer unless --tokenizer replaces it.
             tokenizer=converted.tokenizer if options.tokenizer is None else None,
             **options.options(),
         )

@@ -82,30 +82,34 @@ MOST_TEXTS = 256
 class ToRecurFormer:
     """Replaces heads that attend to recent tokens with Mamba, and keeps the rest.
 
-    Writes a run directory with heads.json (each head's recency and what was chosen) and
-    heads.png. Train on with --training.start-from.
+    Writes a run directory with heads.json (each head's recency and the choice) and
+    heads.png. Continue training with --training.start-from.
 
     Attributes:
       run: a run or an imported directory with a Transformer.
       out: the new run directory, written atomically.
       beta: share of the heads to replace, from 0 to 1.
-      scope: heads: the most recent of the full model; groups: complete groups of a key
-        head, which shrinks caches under grouped queries; layer: equally many in each
-        layer.
+      scope: what is chosen by recency: heads, of all layers; groups, all query heads of
+        a key head, which shrinks the cache of grouped-query attention; layer, equally
+        many heads in each layer.
       window: distance that counts as recent, as a share of the text's length.
       threshold: a head is recent in a text if its ratio exceeds this.
-      samples: texts to measure on; None: until four choices in a row, one after every
-        16 texts, agree up to 1 % of all heads, and at most 256. The paper has 1,024.
+      samples: texts to measure on. None: at most 256, but stop when the heads chosen
+        after each 16 texts agree four times in a row, up to 1 % of all heads. The paper
+        uses 1,024.
       length: tokens per text.
       text: a UTF-8 file that the texts are cut from.
       heads: a JSON file with a list of heads per layer, or a heads.json, in place of
         --beta.
-      dt_rank, state, conv, expand: sizes of Mamba.
+      dt_rank: rank of the projection of Mamba's step size.
+      state: states per channel of Mamba.
+      conv: taps of Mamba's causal convolution.
+      expand: Mamba's channels per width of the replaced heads.
       seed: seed of Mamba's initial weights.
-      start: plain: Mamba's own initialization; fitted: each layer's Mamba then learns
-        on --text the outputs of the heads that it replaces.
-      fit_samples: number of texts to fit on, from the first one; memory holds a layer's
-        values and outputs of all of them.
+      start: initial weights of Mamba: plain, its usual initialization; fitted, also
+        trained on --text to reproduce the outputs of the heads that it replaces.
+      fit_samples: number of texts to fit on; one layer's inputs and outputs of all of
+        them are held in memory.
       fit_steps: steps per layer, on four texts each.
       fit_rate: Adam's initial learning rate, which decays to 0.
       step: training step of the checkpoint; None: the newest.
@@ -143,7 +147,7 @@ class ToRecurFormer:
         if self.beta is not None and self.text is None:
             raise UserError("--beta is measured on a text: add --text FILE")
         if self.start == "fitted" and self.text is None:
-            raise UserError("--start fitted is fitted to a text: add --text FILE")
+            raise UserError("--start fitted needs a text to fit on: add --text FILE")
 
     @property
     def mamba(self) -> MambaConfig:
@@ -412,8 +416,8 @@ class ToRecursive(RangeChecks):
     """Converts a Transformer into a recursive model: one block that runs several times.
 
     Writes a run directory with report.json and energy.png, which show for each matrix
-    its distance from the shared one and the share that its addition recovers. Train on
-    with --training.start-from.
+    its distance from the shared one and the share that its LoRA recovers. Continue
+    training with --training.start-from.
 
     Attributes:
       run: a run or an imported directory with a Transformer.
@@ -421,23 +425,24 @@ class ToRecursive(RangeChecks):
       loops: how many times the block runs; must divide the layers.
       init: layers that initialize the block: stepwise, average, lower, upper or
         fixed_start; random: none.
-      rank: rank of the additions at each depth; 0: none, so that all depths are the
-        shared block. Without this option the command prints the cost of each rank and
-        ends.
-      adapters: svd: the best approximation of their rank; zero: additions that start at
-        zero.
-      sharing: cycle, sequence or cycle_rev.
-      tie_norms: all loops share norms and biases, as in the paper.
+      rank: rank of the LoRA of each depth; 0: no LoRA, so that every depth is the
+        shared block. None: print the cost of each rank and end.
+      adapters: initialization of the LoRA: svd, the best approximation of its rank to
+        the original layer; zero, no change.
+      sharing: the layer of the block that runs at each depth: cycle, sequence or
+        cycle_rev.
+      tie_norms: share norms and biases between loops, as in the paper.
       loop_cache: own: keys and values per loop; first: deeper loops read those of the
         first.
-      fused_qkv: q, k and v share the first factor.
+      fused_qkv: share the first LoRA factor between q, k and v.
       norms: initialization of shared norms: average, choice (one layer's) or zero;
         None: as the matrices.
-      keep: if the loops do not divide the layers, evenly: first remove some at equal
-        distances; all: refuse.
-      text: a UTF-8 file; report.json then has the loss on it before and after.
-      samples, length: rows of that text, and tokens per row.
-      seed: seed of a random block, and of additions that start at zero.
+      keep: if the loops do not divide the layers: evenly, first remove layers at equal
+        distances; all, refuse.
+      text: a UTF-8 file on which report.json gives the loss before and after.
+      samples: rows of that text.
+      length: tokens per row.
+      seed: seed of a random block, and of a LoRA that starts at zero.
       step: training step of the checkpoint; None: the newest.
       mesh: devices that hold both models.
     """
@@ -531,7 +536,7 @@ def run_to_recursive(argv: list[str]) -> int:
     print(f"{options.out}: {after:,} parameters, {before:,} before")
     if rows is not None:
         change = f"{written['loss_before']:.4f} to {written['loss_after']:.4f}"
-        print(f"loss on {options.text}: {change} nats a token")
+        print(f"loss on {options.text}: {change} nats per token")
     return 0
 
 

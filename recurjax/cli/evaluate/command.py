@@ -53,18 +53,18 @@ E = TypeVar("E", bound=Evaluation)
 
 USAGE = """usage: recurjax evaluate KIND RUN [options]
 
-  recurjax evaluate text RUN --text FILE            loss, perplexity, bits per byte
-  recurjax evaluate exits RUN --text FILE           what leaving a recursive model costs
-  recurjax evaluate task RUN mqar                   a synthetic task's test
-  recurjax evaluate core RUN eval_bundle            CORE, of in-context learning
-  recurjax evaluate harness RUN --tasks arc_easy    lm-evaluation-harness
-  recurjax evaluate requests RUN 'DIR/*/requests.jsonl.gz'    OLMo's ready requests
-  recurjax evaluate table RUN                       all figures of a run, as Markdown
+  recurjax evaluate text RUN --text FILE          loss, perplexity and bits per byte
+  recurjax evaluate exits RUN --text FILE         early exits of a recursive model
+  recurjax evaluate task RUN mqar                 accuracy on a synthetic task
+  recurjax evaluate core RUN eval_bundle          CORE, a score of in-context learning
+  recurjax evaluate harness RUN --tasks arc_easy  tasks of lm-evaluation-harness
+  recurjax evaluate requests RUN 'DIR/*/requests.jsonl.gz'  request files of OLMo
+  recurjax evaluate table RUN                     all results of a run, as Markdown
 
 `recurjax evaluate RUN --text FILE` is short for `text`. RUN is a run directory, also in
-a bucket (gs://, s3://), or hf:OWNER/NAME[@REVISION] of the Hub. The figures
-are printed as JSON and appended to RUN/evaluations.jsonl; the same command resumes an
-evaluation that was killed.
+a bucket (gs://, s3://), or hf:OWNER/NAME[@REVISION] of the Hub. Results are printed as
+JSON and appended to RUN/evaluations.jsonl. The same command resumes an evaluation that
+was killed.
 recurjax evaluate KIND --help lists the options of each."""
 
 
@@ -77,8 +77,7 @@ class EvaluateCore(OnMesh):
     """Scores in-context learning with CORE, as nanochat does.
 
     Attributes:
-      bundle: the folder of a CORE bundle as nanochat has it, a folder of prepared task
-        files, or one of them.
+      bundle: nanochat's CORE bundle, a folder of prepared task files, or one such file.
       limit: items per task; None: all.
       batch: rows per batch.
     """
@@ -97,11 +96,11 @@ class EvaluateHarness(Benchmark):
         no network.
       fewshot: examples before each item; None: the task's own number.
       include: a folder with further tasks.
-      length: tokens of a window of a long text, or of a prompt of offline_niah_... and
-        offline_longbench_... with its answer; None: as in training.
-      limit: items per task; None: all (500 of the needles tasks).
-      haystack: a text file that hides the needles of offline_niah_...; may be given
-        several times. None: the embedded text.
+      length: tokens of the window that scores a long text, or of prompt and answer of
+        offline_niah_... and offline_longbench_...; None: as in training.
+      limit: items per task; None: all, or 500 of the needle tasks.
+      haystack: a text file in which the needles of offline_niah_... are hidden; may be
+        given several times. None: the embedded text.
       longbench: the folder `data` of LongBench's data.zip, for offline_longbench_...
       seed: seed of the needles.
     """
@@ -124,7 +123,7 @@ class EvaluateHarness(Benchmark):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateRequests(Benchmark):
-    """Scores files of ready requests, as OLMo's evaluation packages have them.
+    """Scores request files in the format of OLMo's evaluation packages.
 
     Attributes:
       files: globs, such as 'DIR/*/rc_0shot/requests.jsonl.gz'.
@@ -158,7 +157,7 @@ _COMMANDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Prints all figures of a run as a Markdown table.
+    """Prints all evaluation results of a run as a Markdown table.
 
     Attributes:
       run: the run directory.

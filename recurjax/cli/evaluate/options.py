@@ -1,4 +1,4 @@
-"""What the kinds of evaluation share: their options, and what they return."""
+"""Options and results that all kinds of evaluation share."""
 
 import sys
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Measure = Callable[[LoadedRun, Mesh | None, Journal], Figures]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What every kind takes.
+    """Options of every kind of evaluation.
 
     Attributes:
       run: the run directory, also in a bucket (gs://, s3://), or
@@ -59,7 +59,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnMesh(Evaluation):
-    """What every kind takes that runs on several devices.
+    """Options of every kind that runs on several devices.
 
     Attributes:
       mesh: devices that hold the model; the first of several processes reports.
@@ -74,7 +74,7 @@ class OnMesh(Evaluation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark(OnMesh):
-    """What benchmarks of prompts take.
+    """Options of benchmarks of prompts.
 
     Attributes:
       batch: rows per batch.

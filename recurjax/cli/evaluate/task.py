@@ -45,11 +45,12 @@ class EvaluateTask(Benchmark):
     other model with those of the task's source.
 
     Attributes:
-      task: mqar, hash_hop, copy, s3, s5, parity, mad_noisy_recall and MAD's others.
+      task: name of the task: mqar, hash_hop, copy, s3, s5, parity, mad_noisy_recall or
+        another of MAD's.
       length: tokens per row, at least those of the task's rows; None: those of the
         task.
       limit: rows per setting of the task; None: all.
-      seed: seed of the rows, if the run does not set it.
+      seed: seed of the rows, unless the run was trained on the task and sets it.
       plot: draw the accuracies by pairs, length or position into this PNG file.
     """
 
@@ -141,7 +142,7 @@ def _test(
         for row in rows
     ]
     report = {"task" if key == "text" else key: x for key, x in report.items()}
-    # In addition to accuracy: how far along its chains the model gets.
+    # In addition to accuracy: the share of a chain that the model follows.
     if isinstance(task, HashHop):
         batches = TaskDataset(config=data).loader(
             "validation",

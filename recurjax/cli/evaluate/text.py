@@ -60,14 +60,14 @@ from recurjax.types import Batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfText(Evaluation):
-    """What evaluations of a text take.
+    """Options of evaluations of a text.
 
     Attributes:
       text: a text file; None: a split of the run's own data.
-      split: which split of the run's data.
+      split: the split of the run's own data to read.
       length: tokens per row; each row starts without context. None: as in training.
       batch: rows per batch.
-      tokens: read the first batches that hold this many tokens; None: all.
+      tokens: stop after the batch that reaches this number of tokens; None: read all.
       plot: draw the figures into this PNG file.
     """
 
@@ -110,14 +110,14 @@ class EvaluateExits(OfText):
     Reports loss, mean loops and agreement with the full model per rule and threshold.
 
     Attributes:
-      thresholds: thresholds of every rule, from 0 to 1, in place of each rule's own.
+      thresholds: thresholds to try with every rule; None: a list for each rule.
       most_loss: largest loss in nats per token; prints each rule's threshold with the
         fewest loops that stays within it.
       fit_head: first train an exit head on this many batches of the run's training
         text, and write it into the run as exit_head.npz.
-      trajectories: write an .npz file with `exits` [rows, T]: the earliest loop after
-        which each token may leave, 0 for none. Figure 8's simulation reads it
-        (experiments/relaxed_recursive_transformer/throughput.py).
+      trajectories: write an .npz file with `exits` [rows, T], the first loop after
+        which each token may exit (0: none), which the simulation of figure 8 in
+        experiments/relaxed_recursive_transformer/throughput.py reads.
     """
 
     trajectories: Path | None = None
@@ -134,7 +134,7 @@ class RowSource:
     """Rows of one length of a text or a task, in order, a batch at a time.
 
     Attributes:
-      name: of the text or task, for the figures.
+      name: name of the text or task, for the figures.
       settings: what makes the figures others: the length, and how much is read.
       mesh: the devices that hold the rows.
     """
@@ -271,7 +271,7 @@ def prepare_exits(options: EvaluateExits) -> Measure:
                     f"{score.loops:.3f} loops a token"
                 )
             if not chosen:
-                log(f"nothing stays within {options.most_loss} nats a token")
+                log(f"nothing stays within {options.most_loss} nats per token")
         if options.trajectories is not None:
             exits = exit_trajectories(loaded.model, source.batches())
             data = io.BytesIO()
@@ -288,7 +288,7 @@ def score_rows(source: RowSource, loaded: LoadedRun, mesh: Mesh | None) -> Figur
     """Scores rows by the run's objective, and by the exact recurrence where it differs.
 
     Args:
-      mesh: that the figures are gathered over; None: one device.
+      mesh: the mesh that the figures are gathered over; None: one device.
     """
 
     def scored(objective: Objective) -> Score:

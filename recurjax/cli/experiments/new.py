@@ -114,7 +114,7 @@ def _rendered(value: Any, indent: str, before: str = "") -> str:
     """Writes a value as Python, over several lines where it is longer than one.
 
     Args:
-      indent: of the line that it begins in.
+      indent: indent of the line that it begins in.
       before: the text in front of it in that line.
     """
     deeper = indent + "    "

@@ -35,12 +35,12 @@ class ParameterRow(NamedTuple):
     """Arrays of one shape whose names differ in numbers only.
 
     Attributes:
-      name: of the arrays, with `*` for the numbers that differ.
-      shape: of each, such as "L=2 D=96 F=384".
+      name: name of the arrays, with `*` for the numbers that differ.
+      shape: shape of each, such as "L=2 D=96 F=384".
       sharding: mesh axis of each letter: "D:fsdp F:tensor". A
         dimension that the axis does not divide is replicated.
-      group: of the optimizer.
-      dtype: of the parameters.
+      group: group of the optimizer.
+      dtype: dtype of the parameters.
       arrays: how many there are.
       size: numbers in all of them.
     """

@@ -60,13 +60,13 @@ class ReportOptions:
 
 
 class _Run(NamedTuple):
-    """What a run directory says.
+    """The contents of a run directory.
 
     Attributes:
       name: the shortest part of the path that tells the runs apart.
-      color: of its curves.
-      rows: of metrics.jsonl.
-      starts: of starts.jsonl, oldest first.
+      color: color of its curves.
+      rows: rows of metrics.jsonl.
+      starts: starts of starts.jsonl, oldest first.
     """
 
     name: str

@@ -18,16 +18,19 @@ from recurjax.types import IGNORED
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """The task; tokens are `letters` letters, then begin, bar, end and padding.
+    """Copying strings; tokens are the letters, then begin, bar, end and padding.
 
     Attributes:
-      letters: different letters.
-      length: T of every row.
-      shortest, longest_string: how long a string may be.
-      validation_shortest, validation_longest: likewise in the test, whose rows hold one
-        string each and are padded; None: as in training.
-      train_rows: size of the fixed set that is learned from; None: endless.
-      validation_rows: size of the test.
+      letters: number of different letters.
+      length: T, the tokens of a row.
+      shortest: letters of the shortest string.
+      longest_string: letters of the longest string.
+      validation_shortest: letters of the shortest string in the test, whose rows hold
+        one string each and are padded; None: as in training.
+      validation_longest: letters of the longest string in the test; None: as in
+        training.
+      train_rows: number of rows of the fixed training set; None: new rows without end.
+      validation_rows: rows of the test.
     """
 
     letters: PositiveInt = 26

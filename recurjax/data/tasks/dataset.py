@@ -52,20 +52,19 @@ TaskConfig = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskData(RangeChecks):
-    """A task in the place of a corpus.
+    """A synthetic task instead of a corpus.
 
     Attributes:
-      task: which one.
-      seed: of its rows, and of the order in which a fixed set is learned from.
-      prefetch: batches made ahead of time; 0 makes each on demand.
-      threads: that make them.
-      order: of training rows, for a task with several settings (`Mqar`). "mixed": a
-        batch has rows of all of them, padded to the longest. "settings": a batch has
-        rows of one setting and their length, and an epoch takes the settings in their
-        order (Zoology's way). The loss is then a mean over one setting's answers, so
-        that each setting counts by its batches and not by its answers.
-      stages: a curriculum: the step from which rows of each setting are drawn, from 0
-        up; (): all from the first step.
+      task: the task.
+      seed: seed of the rows, and of the order in which a fixed training set is read.
+      prefetch: batches that are prepared in advance; 0: each on demand.
+      threads: threads that prepare batches.
+      order: order of the training rows of a task with several settings (`Mqar`):
+        "mixed", batches with rows of all settings, padded to the longest; "settings",
+        as in Zoology: batches of one setting and its length, one setting after another
+        in each epoch. The loss of such a batch is the mean over its own targets.
+      stages: a curriculum: for each setting, the step from which its rows are drawn;
+        the first is 0. (): all settings from step 0.
     """
 
     task: TaskConfig
@@ -188,7 +187,7 @@ class TaskDataset:
           length: T; at least as long as the split's longest row.
           batch: rows of the global batch, over all processes.
           rows: (first, after the last) row that this process delivers; None: all.
-          seed: of the order; None: the config's.
+          seed: seed of the order; None: the config's.
           in_order: None: for "validation" only.
 
         Raises:
@@ -272,7 +271,7 @@ class SettingsOrder:
           batch: rows of a step.
           turns: a batch has one setting's rows; False: those of all that have begun.
           stages: the step at which each setting begins; (): all at 0.
-          seed: of the orders of rows.
+          seed: seed of the orders of rows.
         """
         self._batch, self._turns = batch, turns
         self._stages = list(stages) or [0] * len(counts)

@@ -24,7 +24,7 @@ BAR, END = ">", "\n"
 
 
 class Problem(NamedTuple):
-    """What is read, and the elements that the answer should name in order."""
+    """A prompt, and the elements that the answer should name in order."""
 
     prompt: str
     answer: tuple[str, ...]
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HashHop:
-    """The task, over bytes.
+    """HashHop over bytes: follow a chain through shuffled pairs of strings.
 
     A row is the pairs, a line each, then the first element and the hops:
 
@@ -46,9 +46,10 @@ class HashHop:
       length: T, the bytes of a row, prompt and answer.
       chains: "one": the queried chain, and pairs that belong to no chain; "full": as
         many complete chains as fit, one of which is queried.
-      thoughts: whether the answer names every element (chain of thought) or the last.
-      train_rows: size of the fixed set that is learned from; None: endless.
-      validation_rows: size of the test.
+      thoughts: answer with every element of the chain (chain of thought); off: with the
+        last.
+      train_rows: number of rows of the fixed training set; None: new rows without end.
+      validation_rows: rows of the test.
     """
 
     size: PositiveInt = 8
@@ -160,8 +161,8 @@ class HashHop:
         names: dict[str, None] = {}  # in the order drawn
         count = self._elements()
         while len(names) < count:
-            # All at once by numpy, then as strings; what was drawn twice is made up for
-            # in the next turn.
+            # Draw all at once with numpy, then as strings. The next iteration replaces
+            # duplicates.
             drawn = letters[rng.integers(len(letters), size=(count, self.size))]
             joined = np.ascontiguousarray(drawn).view(f"S{self.size}")[:, 0]
             names |= dict.fromkeys(joined.astype(str).tolist())

@@ -41,13 +41,13 @@ TEST_ROWS = 1280
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mad(RangeChecks):
-    """What the six share.
+    """Sizes that MAD's six tasks share.
 
     Attributes:
-      vocabulary: V, special and noise tokens included.
+      vocabulary: V, the number of tokens, special and noise tokens included.
       length: T, the tokens of a row.
-      train_rows: size of the fixed set that is learned from; None: endless.
-      validation_rows: size of the test.
+      train_rows: number of rows of the fixed training set; None: new rows without end.
+      validation_rows: rows of the test.
     """
 
     vocabulary: PositiveInt = 16
@@ -77,8 +77,8 @@ class InContextRecall(_Mad):
     own: MAD's noisy recall is (vocabulary 32, noise_vocabulary 16, noise 0.2).
 
     Attributes:
-      noise_vocabulary: tokens that mean nothing, the last of the vocabulary.
-      noise: the share of pairs that are noise.
+      noise_vocabulary: number of noise tokens, the last ones of the vocabulary.
+      noise: share of pairs that are noise.
     """
 
     noise_vocabulary: NonNegativeInt = 0
@@ -247,7 +247,10 @@ class Memorization(_Mad):
     the weights: no row contains it.
 
     Attributes:
-      map_seed: of the one map from keys to values.
+      vocabulary: V, the number of tokens, special tokens included.
+      length: T, the tokens of a row.
+      train_rows: number of rows of the fixed training set; None: new rows without end.
+      map_seed: seed of the map from keys to values.
     """
 
     vocabulary: PositiveInt = 256
@@ -301,7 +304,9 @@ class SelectiveCopying(_Mad):
     """Tokens among blanks, then a copy token and blanks: there, the tokens in order.
 
     Attributes:
-      tokens_to_copy: how many.
+      vocabulary: V, the number of tokens, special tokens included.
+      length: T, the tokens of a row.
+      tokens_to_copy: number of tokens to copy.
     """
 
     vocabulary: Annotated[int, Range(least=4)] = 16
@@ -338,6 +343,10 @@ class Compression(_Mad):
 
     The targets are the row itself: the objective `Compress` decodes every place from
     the last position's state.
+
+    Attributes:
+      vocabulary: V, the number of tokens, special tokens included.
+      length: T, the tokens of a row.
     """
 
     vocabulary: Annotated[int, Range(least=3)] = 16

@@ -17,7 +17,13 @@ from recurjax.types import IGNORED
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A part of a split: `rows` rows of `length` tokens with `pairs` pairs."""
+    """A part of a split with rows of one size.
+
+    Attributes:
+      length: T, the tokens of a row.
+      pairs: key-value pairs per row.
+      rows: number of rows.
+    """
 
     length: PositiveInt
     pairs: PositiveInt
@@ -51,14 +57,16 @@ FIGURE_2_TEST = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mqar:
-    """The task.
+    """Multi-query associative recall: pairs of keys and values, then keys to look up.
 
     Attributes:
-      vocabulary: V: keys from the first half but token 0, values from the second.
-      train, validation: the parts of each split, one after the other.
+      vocabulary: V: keys are from the first half without token 0, values from the
+        second.
+      train: settings of the training rows.
+      validation: settings of the test rows.
       power: a in P(gap g) ~ a g^(a - 1); 1 is uniform, 0.01 favours short gaps.
-      random_non_queries: fill the places between queries with random tokens; False:
-        with token 0.
+      random_non_queries: fill the places between queries with random tokens; off: with
+        token 0.
     """
 
     vocabulary: PositiveInt = 8192

@@ -25,11 +25,13 @@ class Needles:
     a value may come several times. Tokens are keys, then values, then hay.
 
     Attributes:
-      keys, values, hay: different symbols of each kind.
-      needles: pairs in a row.
-      length: T of every row.
-      train_rows: size of the fixed set that is learned from; None: endless.
-      validation_rows: size of the test.
+      keys: number of different keys.
+      values: number of different values.
+      hay: number of different hay tokens.
+      needles: key-value pairs per row.
+      length: T, the tokens of a row.
+      train_rows: number of rows of the fixed training set; None: new rows without end.
+      validation_rows: rows of the test.
     """
 
     keys: PositiveInt = 32

@@ -42,7 +42,7 @@ class TaskRow(NamedTuple):
 
 
 class RowLabels(NamedTuple):
-    """What an accuracy knows of a row.
+    """The properties of a row by which accuracy is reported.
 
     Attributes:
       slices: as a `TaskRow`'s.
@@ -55,7 +55,7 @@ class RowLabels(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """What a family of rows is; the members are frozen dataclasses."""
+    """The interface of a family of rows, whose members are frozen dataclasses."""
 
     @property
     def vocabulary(self) -> int:

@@ -21,15 +21,15 @@ Group = Literal["parity", "S3", "S5"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTracking(RangeChecks):
-    """The task.
+    """State tracking: elements of a group as input, the products so far as targets.
 
     Attributes:
-      group: whose elements are read; token n is the n-th element.
-      length: T of the rows that are learned from.
-      validation_length: T of the rows that are tested on; None: 4 T, so that the test
-        reaches positions beyond training. Accuracy is reported by position.
-      train_rows: size of the fixed set that is learned from; None: endless.
-      validation_rows: size of the test.
+      group: the group whose elements are composed; token n is the n-th element.
+      length: T, the tokens of a training row.
+      validation_length: T of the test rows; None: 4 T, so that the test reaches
+        positions beyond training. Accuracy is reported by position.
+      train_rows: number of rows of the fixed training set; None: new rows without end.
+      validation_rows: rows of the test.
     """
 
     group: Group = "S3"

@@ -44,18 +44,21 @@ class AttentionConfig:
     """Multi-head, grouped-query or multi-query attention.
 
     Attributes:
-      heads: H.
-      key_heads: K, a divisor of H.
-      head_width: E; H * E may differ from the model's width.
-      position: encoding of positions; learned ones are added by the stack.
-      qk_norm: norm of queries and keys before the rotation, or None.
-      qk_norm_over: "head": each head by itself, with one scale [E] for all heads;
-        "full": all heads together, with a scale [H * E].
-      qkv_bias: biases on the q, k and v projections (Qwen2).
-      out_bias: a bias on the output projection.
-      scale: of the logits; None means 1/sqrt(E).
-      soft_cap: c in c tanh(logit / c), or None.
-      implementation: see `attend`.
+      heads: H, the number of query heads.
+      key_heads: K, the number of key and value heads, a divisor of H: K = H is
+        multi-head, K = 1 multi-query attention.
+      head_width: E, the width of a head; H * E may differ from the model width.
+      position: position encoding; None: none (NoPE). The stack adds learned positions
+        to its input.
+      qk_norm: norm of queries and keys before the rotation; None: no norm.
+      qk_norm_over: what `qk_norm` normalizes: "head", each head, with one scale [E] for
+        all; "full", all heads together, with a scale [H * E].
+      qkv_bias: add biases to the query, key and value projections (Qwen2).
+      out_bias: add a bias to the output projection.
+      scale: factor of the attention logits; None: 1/sqrt(E).
+      soft_cap: c in c tanh(logit / c) of the attention logits (Gemma 2); None: no cap.
+      implementation: the attention kernel, as in `attend`; None: the fastest that
+        supports the call.
     """
 
     heads: PositiveInt
@@ -82,7 +85,7 @@ class AttentionConfig:
 
 
 class AttentionAdditions(NamedTuple):
-    """What one depth of a stack adds to the linear maps of a shared layer."""
+    """The low-rank terms that one depth adds to the linear maps of a shared layer."""
 
     q: LowRank | None = None
     k: LowRank | None = None
@@ -154,7 +157,7 @@ class SelfAttention(nnx.Module):
         """Attends as the call does, and hands the new keys and values on, for `read`.
 
         Args:
-          additions: of low rank to the linear maps, or None.
+          additions: low-rank additions to the linear maps; None: none.
         """
         added = AttentionAdditions() if additions is None else additions
         positions, length = self._positions(x, cache), _length(x, cache)
@@ -222,7 +225,7 @@ class SelfAttention(nnx.Module):
         """Attends where the caller keeps keys and values in a way of its own.
 
         Args:
-          positions: of each token, in any order.
+          positions: position of each token, in any order.
           look: `look(q, new, *, window, scale, soft_cap, bias) -> o`, with what this
             layer is made of: see `attend_to_cache`.
           additions: as in `keep`.

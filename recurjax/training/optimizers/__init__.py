@@ -1,4 +1,4 @@
-"""How parameters move: optimizers as configs, and the schedule of their rate."""
+"""Optimizers as configs, and learning rate schedules."""
 
 from recurjax.training.optimizers.muon import MuonAdamW, RunSize
 from recurjax.training.optimizers.optimizer import (

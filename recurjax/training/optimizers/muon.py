@@ -26,23 +26,25 @@ _BETAS = (0.8, 0.95)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonAdamW(RangeChecks):
-    """Muon and AdamW side by side, with nanochat's groups and scaling rules.
+    """Muon and AdamW together, with nanochat's groups and scaling rules.
 
     Every rate follows the schedule and is multiplied by sqrt(tokens per batch / 2^19);
-    the embeddings' and the head's also by (D / 768)^-1/2. Only Muon's matrices decay:
-    by weight_decay (12 / L)^2, linearly to 0 over the run. AdamW has betas (.8, .95),
-    those of the input scales (.96, .95), and eps 1e-10. Batch, D and L are the run's
-    own (`RunSize`): nothing here repeats them.
+    the embeddings' and the head's also by (D / 768)^-1/2. Only Muon's matrices decay,
+    by weight_decay (12 / L)^2, which falls linearly to 0 over the run. AdamW's betas
+    are (.8, .95), those of the input scales (.96, .95), and eps is 1e-10. Batch, D and
+    L are those of the run (`RunSize`).
 
     Attributes:
-      learning_rate: peak rate of the matrices (all weights but those named below).
-      embedding_rate: of token, value and position embeddings.
-      head_rate: of an untied head.
-      scalar_rate: of norms, biases and scales; of residual scales a hundredth.
-      weight_decay: before its scaling by depth.
-      momentum, momentum_steps: Muon's momentum rises linearly from the first to the
-        second value over `momentum_steps` steps.
-      dtype: of Muon's Newton-Schulz products.
+      learning_rate: peak learning rate of matrices: all weights but those named below.
+      embedding_rate: peak learning rate of token, value and position embeddings.
+      head_rate: peak learning rate of an untied head.
+      scalar_rate: peak learning rate of norms, biases and scales; residual scales have
+        a hundredth of it.
+      weight_decay: weight decay of the matrices, before its scaling by depth.
+      momentum: Muon's momentum at the first step and from `momentum_steps` on, with a
+        linear rise in between.
+      momentum_steps: steps until Muon's momentum has its final value.
+      dtype: dtype of Muon's Newton-Schulz matrix products.
     """
 
     learning_rate: PositiveFloat = 0.02
@@ -61,7 +63,7 @@ class MuonAdamW(RangeChecks):
 
 
 class RunSize(NamedTuple):
-    """What MuonAdamW scales its rates and decay by.
+    """The sizes by which MuonAdamW scales its rates and its decay.
 
     Attributes:
       width: D of the model.
@@ -82,8 +84,8 @@ def muon_adamw(
     Args:
       config: rates and scaling.
       rate: step (from 0) -> scheduled `learning_rate`; the others are in proportion.
-      steps: of the full run, over which the weight decay goes to 0.
-      size: of the run; `RunSize()` leaves every rate as it is.
+      steps: steps of the full run, over which the weight decay falls to 0.
+      size: size of the run; `RunSize()` leaves every rate unscaled.
     """
     # A batch k times as large has a gradient with 1/k of the noise: rates grow by sqrt
     # k.
@@ -158,7 +160,7 @@ _SMALLEST = 1e-10
 
 
 class MuonState(NamedTuple):
-    """What Muon remembers of every matrix.
+    """Muon's state of every matrix.
 
     Attributes:
       count: steps so far.
@@ -194,8 +196,8 @@ def muon(
       rate, momentum, decay: step (from 0) -> eta's factor, mu, lambda.
       dimensions: tree of weights -> tree of `MuonDimensionNumbers`; other axes count
         matrices that are independent of each other.
-      b2: of the running mean squares.
-      dtype: of the Newton-Schulz products; bfloat16 is nanochat's.
+      b2: decay rate of the running mean squares.
+      dtype: dtype of the Newton-Schulz products; bfloat16 is nanochat's.
     """
 
     def init(weights: Any) -> MuonState:

@@ -22,10 +22,13 @@ class AdamW(RangeChecks):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
 
     Attributes:
-      learning_rate: the peak.
-      b1, b2, eps: as in Adam.
-      weight_decay: each step takes learning rate * weight_decay of a weight away.
-      decay: "matrices" (embeddings too) spares norms and biases; "all" spares nothing.
+      learning_rate: peak learning rate.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: added to the square root of the second moment.
+      weight_decay: share of a weight that each step subtracts, times the learning rate.
+      decay: what decays: "matrices", with embeddings, but no norms and biases; "all",
+        everything.
     """
 
     learning_rate: PositiveFloat
@@ -42,8 +45,10 @@ class Adam(RangeChecks):
     """Adam (Kingma and Ba 2015).
 
     Attributes:
-      learning_rate: the peak.
-      b1, b2, eps: as in the paper.
+      learning_rate: peak learning rate.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: added to the square root of the second moment.
     """
 
     learning_rate: PositiveFloat
@@ -73,8 +78,10 @@ def build_optimizer(
       config: which optimizer.
       rate: optimizer step -> learning rate.
       clip: largest global norm of the gradient, or None.
-      steps: of the full run; MuonAdamW, which schedules more than its rate, needs it.
-      size: of model and batch; MuonAdamW, which scales its rates by them, needs it.
+      steps: steps of the full run; MuonAdamW, which schedules more than its rate, needs
+        it.
+      size: size of model and batch; MuonAdamW, which scales its rates by them, needs
+        it.
     """
     clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
     if isinstance(config, MuonAdamW):

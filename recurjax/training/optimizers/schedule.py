@@ -18,8 +18,8 @@ class Constant(RangeChecks):
     """Linear warm-up, then the peak rate.
 
     Attributes:
-      warmup_steps: steps until the peak.
-      start: factor of the peak at step 0.
+      warmup_steps: steps of the linear warm-up from `start` to the peak.
+      start: factor of the peak learning rate at step 0.
     """
 
     warmup_steps: NonNegativeInt = 0
@@ -29,12 +29,12 @@ class Constant(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cosine(RangeChecks):
-    """Linear warm-up, then half a cosine to the end of the run.
+    """Linear warm-up, then a cosine decay to the end of the run.
 
     Attributes:
-      warmup_steps: steps until the peak.
-      start: factor of the peak at step 0.
-      end: factor of the peak that the curve reaches when the run ends.
+      warmup_steps: steps of the linear warm-up from `start` to the peak.
+      start: factor of the peak learning rate at step 0.
+      end: factor of the peak learning rate at the end of the run.
     """
 
     warmup_steps: NonNegativeInt = 0
@@ -45,13 +45,13 @@ class Cosine(RangeChecks):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearWarmdown(RangeChecks):
-    """Linear warm-up, the peak rate, then a line down over the last steps.
+    """Linear warm-up, the peak rate, then a linear decay over the last steps.
 
     Attributes:
-      warmup_steps: steps until the peak.
-      start: factor of the peak at step 0.
-      warmdown: share of all steps that the way down takes.
-      end: factor of the peak that the line reaches when the run ends.
+      warmup_steps: steps of the linear warm-up from `start` to the peak.
+      start: factor of the peak learning rate at step 0.
+      warmdown: share of all steps that the linear decay at the end takes.
+      end: factor of the peak learning rate at the end of the run.
     """
 
     warmup_steps: NonNegativeInt = 0

@@ -1,4 +1,4 @@
-"""What a Latent Recurrent Transformer can be, and what it costs."""
+"""Configs of the Latent Recurrent Transformer, and its FLOPs."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -10,26 +10,27 @@ from recurjax.ranges import NonNegativeInt, PositiveInt, Range, check_ranges
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConfig:
-    """What earlier tokens hand on, and where it enters.
+    """The latent memory: which states earlier tokens pass on, and where they enter.
 
     Attributes:
-      sources: the layers, counted from 1, after which the state is read; of several a
-        learned average is taken, before the norm.
-      normed: whether the state is RMS-normed.
-      lags: how many tokens back; 0 is the token's own state from a first forward
-        without memory, which doubles the cost of a decoded token.
-      combine: of several lags: "average", with learned weights, or "sum".
-      projection: the keys' and values' projection of the memory: one for all layers
-        ("shared") or one per layer ("layerwise").
-      keys, values: whether the memory enters them; a side that it does not enter has
-        no gate.
-      residual: whether it is added to each block's input.
-      entry_layers: it enters keys and values of the first `entry_layers` layers only;
-        None: of all.
-      replace_layers: in the first `replace_layers` layers its keys and values replace
-        the local ones.
-      reset_token: an id whose token, and those after it, see no memory from before it;
-        None: never.
+      sources: layers, counted from 1, whose output state is the memory; of several, a
+        learned average, taken before the norm.
+      normed: RMS-normalize the state.
+      lags: how many tokens back each state is taken from. 0 is the token's own state
+        from a first forward without memory, which doubles the cost of decoding.
+      combine: how several lags become one memory: "average", with learned weights, or
+        "sum".
+      projection: the projection of the memory to keys and values: "shared" by all
+        layers, or "layerwise".
+      keys: let the memory enter the keys, with a gate.
+      values: let the memory enter the values, with a gate.
+      residual: add the memory to each block's input.
+      entry_layers: number of layers, from the first, whose keys and values the memory
+        enters; None: all.
+      replace_layers: number of layers, from the first, where the memory's keys and
+        values replace the local ones.
+      reset_token: id of a token that starts a document: it and the tokens after it see
+        no memory from before it; None: no resets.
     """
 
     sources: tuple[PositiveInt, ...]
@@ -80,32 +81,35 @@ class LatentRecurrentTransformerConfig(StackFacts):
     """The nanochat backbone, with or without a latent memory.
 
     Attributes:
-      layers: L.
-      width: D.
-      heads: H.
-      key_heads: K, a divisor of H.
-      head_width: E.
-      mlp_width: F.
+      layers: L, the number of layers.
+      width: D, the model width.
+      heads: H, the number of query heads.
+      key_heads: K, the number of key and value heads, a divisor of H.
+      head_width: E, the width of a head.
+      mlp_width: F, the hidden width of the MLP.
       vocabulary: rows of the value embeddings: the model's padded vocabulary.
-      length: the training length, from which the windows come.
-      windows: a letter for each layer, tiled: "S" sees length // 2 tokens back, "L" all
-        the length; the last layer is always "L".
-      rope_base: of the rotation by -theta.
-      value_embeddings: which layers add an embedding of the token to their values:
-        "all", "alternating" (the last, the one before the last but one, ...), "none".
-      value_gate_channels: inputs that the gate of the value embeddings reads, from the
-        front; 0: all.
+      length: the training length in tokens, from which `windows` are computed.
+      windows: one letter per layer, tiled: "S" attends to length // 2 tokens back, "L"
+        to the full length; the last layer is always "L".
+      rope_base: base of the rotary embedding, which rotates by -theta as nanochat does.
+      value_embeddings: layers that add a token embedding to their values: "all";
+        "alternating", every second one so that the last has it; "none".
+      value_gate_channels: leading input channels that the gate of the value embeddings
+        reads; 0: all.
       value_gate_scale: c of that gate, c sigmoid(w a).
-      residual_scales: x <- alpha x at each block's input.
-      input_mixing: beta x0 is added there: "input"; "dense" also adds every earlier
-        block's output with a weight of its own; "none".
-      value_residual: the first layer's values are mixed into the others' ("first"), or
-        a projection of the input x0 is added to each layer's ("projected"); "none".
-      attention_scale, mlp_scale: learned factors of what the branches write.
-      memory: None is the baseline.
-      init: see `InitConfig`; nanochat's by default.
-      remat: what the backward pass computes again, see `TransformerConfig`.
-      unroll: repeats of the layer pattern in one turn of the scan over layers.
+      residual_scales: learn a factor alpha of each block's input, x <- alpha x.
+      input_mixing: what each block's input mixes in with learned weights: "input", the
+        embedding x0; "dense", x0 and the outputs of all earlier blocks; "none".
+      value_residual: what mixes into a layer's values: "first", the first layer's
+        values; "projected", a projection of x0; "none".
+      attention_scale: learn a factor of the attention's output.
+      mlp_scale: learn a factor of the MLP's output.
+      memory: the latent memory; None: none, the baseline.
+      init: distribution of the initial weights, by default nanochat's.
+      remat: what the backward pass recomputes: "nothing"; "dots", everything but matrix
+        products with weights; "block", everything inside a block.
+      unroll: repeats of the pattern per iteration of the scan over layers. Larger
+        values compile for longer and may train faster.
     """
 
     layers: PositiveInt

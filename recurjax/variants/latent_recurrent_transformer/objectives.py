@@ -32,12 +32,14 @@ class Interleaved(RangeChecks):
     is detached. Source: section 3.1, algorithm 1.
 
     Attributes:
-      subsets: S; subset s holds the positions s, s + S, s + 2 S, ...
-      refresh: before each subset, keys and values of positions not yet visited take the
-        memory of the latest states, without a pass of their own. The authors' release
-        offers it, off; the paper has none. Its products are not among the FLOPs.
-      vocabulary_chunks: see `token_losses`.
-      answers: see `NextToken`.
+      subsets: S; subset s has the positions s, s + S, s + 2 S, ...
+      refresh: before each subset, recompute the memory in keys and values of positions
+        not yet visited from the latest states. An option of the authors' release, not
+        of the paper; its matrix products are not counted in the FLOPs.
+      vocabulary_chunks: number of pieces of the vocabulary in which logits are
+        computed, to lower peak memory.
+      answers: upper bound on the counted targets of a row, so that logits are computed
+        at these positions only; None: at all positions.
     """
 
     subsets: PositiveInt = 2
@@ -89,8 +91,8 @@ class Interleaved(RangeChecks):
         """Returns the loss; as metrics `loss`, `initial` and `refined`.
 
         Args:
-          shares: of a part of a batch: its fraction of each pass' targets, so that the
-            parts' losses add up to the batch's. None: the full batch.
+          shares: a part's fraction of each pass' targets in the batch, so that the
+            parts' losses add up to the batch's.
         """
         partition = strided_partition(batch.ids.shape[1], self.subsets)
         passes = interleaved_passes(model, batch, partition, refresh=self.refresh)
@@ -142,13 +144,15 @@ class Interleaved(RangeChecks):
 class Chunked(RangeChecks):
     """Chunked training: chunks one after another, parallel within.
 
-    The memory of a chunk is the state before it, one for all its positions. Source:
+    All positions of a chunk have the same memory, the state before the chunk. Source:
     appendix D.1.
 
     Attributes:
-      chunk: C, in tokens.
-      memory: who receives it: all positions of the chunk, or the first only.
-      vocabulary_chunks: see `token_losses`.
+      chunk: C, the tokens of a chunk.
+      memory: positions of a chunk that read the memory: "broadcast", all; "first", the
+        first only.
+      vocabulary_chunks: number of pieces of the vocabulary in which logits are
+        computed, to lower peak memory.
     """
 
     chunk: PositiveInt

@@ -1,4 +1,4 @@
-"""What a RAT stack can be: mixers, their pattern over the layers, and what it costs."""
+"""Configs of RAT: mixers, their pattern over the layers, and FLOPs."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,13 +18,17 @@ class RatMixerConfig:
     """Recurrence inside chunks, attention across them.
 
     Attributes:
-      heads: H.
-      head_width: E; H * E channels recur, and may differ from the model's width.
-      chunk: C, in tokens.
-      groups: N query and key projections; head h uses number h mod N.
-      position: rotation of queries and of chunk-end keys, or None (NoPE).
-      position_of: what it counts: "chunk", t // C, or "token", t (the ablation).
-      forget_rank, output_rank: rank of the two gates' projections; None: full.
+      heads: H, the number of heads.
+      head_width: E, the width of a head; the H * E recurrent channels may differ from
+        the model width.
+      chunk: C, the tokens of a chunk.
+      groups: N, the number of query and key projections; head h uses projection h mod
+        N.
+      position: rotation of queries and of the keys at chunk ends; None: none (NoPE).
+      position_of: the position that is rotated by: "chunk", t // C; or "token", t, the
+        paper's ablation.
+      forget_rank: rank of the forget gate's projection; None: full.
+      output_rank: rank of the output gate's projection; None: full.
     """
 
     heads: PositiveInt
@@ -61,10 +65,12 @@ class RnnMixerConfig(RangeChecks):
     """The baseline: RAT's recurrence over the full sequence, without attention.
 
     Attributes:
-      heads, head_width: H * E channels; heads only say how a mesh may cut them.
+      heads: H, the number of heads, by which a tensor mesh shards the H * E channels.
+      head_width: E, the channels of a head.
       gate_horizon: the forget gate's bias starts at log U(1, gate_horizon - 1); the
-        paper's is the training length.
-      forget_rank, output_rank: as RAT's.
+        paper uses the training length.
+      forget_rank: rank of the forget gate's projection; None: full.
+      output_rank: rank of the output gate's projection; None: full.
     """
 
     heads: PositiveInt
@@ -89,13 +95,16 @@ class ReversedRatMixerConfig:
     """The reversed design: attention inside chunks, recurrence across them.
 
     Attributes:
-      heads, head_width, chunk: H, E, C.
-      groups: N query projections, tiled over the heads; keys are full.
-      position: rotation by token, or None.
-      gate_horizon: the forget gate's bias starts at log U(1, gate_horizon - 1), in
-        chunks.
-      forget_rank, output_rank: the paper's has a full forget gate and an output gate of
-        low rank.
+      heads: H, the number of heads.
+      head_width: E, the width of a head.
+      chunk: C, the tokens of a chunk.
+      groups: N, the number of query projections, tiled over the heads; every head has
+        its own key projection.
+      position: rotation by the token's position; None: none (NoPE).
+      gate_horizon: the forget gate's bias starts at log U(1, gate_horizon - 1), counted
+        in chunks.
+      forget_rank: rank of the forget gate's projection; None: full, as in the paper.
+      output_rank: rank of the output gate's projection, low in the paper; None: full.
     """
 
     heads: PositiveInt
@@ -127,8 +136,8 @@ class AttentionMixerConfig:
     """Attention over all tokens or a window of them.
 
     Attributes:
-      attention: the layer.
-      window: how far back a token sees, so window + 1 keys; None: all.
+      attention: the attention layer.
+      window: how far back a token sees, so window + 1 keys; None: the full sequence.
     """
 
     attention: AttentionConfig
@@ -173,12 +182,17 @@ class RatConfig(StackFacts):
     """A stack of L layers, each a mixer and an MLP.
 
     Attributes:
-      layers: L.
-      width: D.
-      pattern: the mixers of layers 0, 1, ..., repeated; its length divides L.
-      mlp, norm, init: the layers' own configs.
-      remat: what the backward pass computes again: see `Remat`.
-      unroll: repeats of the pattern in one turn of the scan over layers.
+      layers: L, the number of layers.
+      width: D, the model width.
+      pattern: the mixers of layers 0, 1, ..., repeated over the stack; the number of
+        mixers divides L.
+      mlp: the feed-forward part of every layer.
+      norm: the norm before both branches.
+      init: distribution of the initial weights.
+      remat: what the backward pass recomputes: "nothing"; "dots", everything but matrix
+        products with weights; "block", everything inside a block.
+      unroll: repeats of the pattern per iteration of the scan over layers. Larger
+        values compile for longer and may train faster.
     """
 
     layers: PositiveInt

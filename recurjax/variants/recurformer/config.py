@@ -19,10 +19,10 @@ class MambaConfig(RangeChecks):
 
     Attributes:
       conv: taps of the causal convolution.
-      state: N, states a channel.
-      dt_rank: R, rank of the step's projection. The paper's 256 exceeds the channels of
-        a single head of 64.
-      expand: channels are I = expand d_m.
+      state: N, the states of a channel.
+      dt_rank: R, the rank of the step size's projection. The paper's 256 exceeds the
+        channels of a single head of width 64.
+      expand: channels per replaced width: I = expand d_m.
     """
 
     conv: PositiveInt = 4
@@ -39,7 +39,7 @@ class RecurFormerConfig(StackFacts):
       transformer: the complete base: its norms, positions, MLPs and all its heads.
       replaced: for each layer, the query heads that Mamba replaces, ascending. With
         none in any layer the model is bit-identical to the base.
-      mamba: the same sizes in every layer.
+      mamba: the Mamba mixers, with the same sizes in every layer.
     """
 
     transformer: TransformerConfig
@@ -138,7 +138,7 @@ class RecurFormerConfig(StackFacts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerHeads:
-    """How one layer's heads are divided.
+    """The division of one layer's heads.
 
     Attributes:
       replaced: query heads whose place Mamba takes, ascending.
@@ -203,7 +203,7 @@ class CacheBytes(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the base's."""
+        """Its share of the base's."""
         return (self.keys_values + self.states) / self.base
 
 

@@ -1,4 +1,4 @@
-"""What a Recurrent Transformer can be, and what it costs."""
+"""The config of the Recurrent Transformer, and its FLOPs."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,26 +22,31 @@ class RecurrentTransformerConfig(StackFacts):
     """A stack of L Recurrent Transformer layers; the defaults are the paper's.
 
     Attributes:
-      layers: L.
-      width: D.
-      heads: H; key_heads: K, a divisor of H; head_width: E.
-      mlp, init: the layers' own configs.
-      norm: in front of both branches, or None (the theory's norm-free layer).
-      position: encoding of positions; learned ones are added to the stack's input.
-      qk_norm: of queries and keys over all heads together, or None.
-      qkv_bias, out_bias: biases of the attention's linear maps.
-      residual_scale: multiplies what both branches write: "inverse_sqrt_depth",
+      layers: L, the number of layers.
+      width: D, the model width.
+      heads: H, the number of query heads.
+      key_heads: K, the number of key and value heads, a divisor of H.
+      head_width: E, the width of a head.
+      mlp: the feed-forward part of every layer.
+      norm: norm before both branches; None: none, the theory's norm-free layer.
+      position: position encoding; None: none. Learned positions are added to the
+        stack's input.
+      qk_norm: norm of queries and keys over all heads together; None: none.
+      qkv_bias: add biases to the query, key and value projections.
+      out_bias: add a bias to the output projection.
+      residual_scale: factor of both branches' outputs: "inverse_sqrt_depth" for
         1/sqrt(L) (the paper), or "one" (the authors' code).
-      normed_persistent: project the persistent pair from norm(z); off is the paper's
-        ablation, from z itself.
-      block: c of the blocked recurrence: pairs are temporary within a block of c
-        positions and persistent across blocks. 1 is the paper's layer; as many as
-        positions a Transformer's.
-      schedule: order of the computation, the same function up to rounding: "naive",
-        "prefix", "wavefront" (see `recurrent_prefill`), or None for the one that
-        should be fastest.
-      tile: positions between two readings of the prefix, a multiple of `block`; None:
-        the size that measured fastest.
+      normed_persistent: project the persistent keys and values from norm(z); off: from
+        z itself, the paper's ablation.
+      init: distribution of the initial weights.
+      block: block size c: keys and values are temporary within a block of c positions
+        and persistent across blocks. 1 is the paper's layer; the sequence length gives
+        a Transformer.
+      schedule: order of the computation, which changes the result by rounding only:
+        "naive", "prefix" or "wavefront", as in `recurrent_prefill`; None: the fastest
+        expected.
+      tile: positions per tile of the tiled schedules, a multiple of `block`; None: the
+        size that measured fastest.
     """
 
     layers: PositiveInt

@@ -1,4 +1,4 @@
-"""What a Relaxed Recursive Transformer can be, and what it costs."""
+"""The config of Relaxed Recursive Transformers, and its FLOPs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,16 +20,16 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
     Attributes:
       transformer: the L-layer Transformer; residual scale, depth of the init and FLOPs
         are those of its L layers.
-      loops: how often the block of K layers is run; 1 is the Transformer itself.
-      sharing: which layer of the block is run at depth l: "cycle" l mod K; "sequence"
-        l // loops; "cycle_rev" as "cycle", but the last loop backwards.
-      rank: R of the additions (x A) B to each linear map, one pair per depth; capped at
-        the smaller side of each. 0: none, every loop is the same.
-      tie_norms: one loop's norms and biases serve all; off, each depth has its own, as
-        it must where a pretrained model is to be recovered.
-      loop_cache: "own": every depth keeps keys and values; "first": those of loop 1
-        serve the deeper loops too, which then need no keys and values of a token that
-        left early. Another function: a model is trained for one of them.
+      loops: how many times the block of K layers runs; 1 is the Transformer itself.
+      sharing: the layer of the block that runs at depth l: "cycle", l mod K;
+        "sequence", l // loops; "cycle_rev", as "cycle" with the last loop in reverse.
+      rank: R, the rank of the LoRA (x A) B that each depth adds to each linear map, at
+        most the smaller side of the map. 0: no LoRA, so that all loops are the same.
+      tie_norms: share norms and biases between loops; off: each depth has its own,
+        which recovering a pretrained model requires.
+      loop_cache: depths with keys and values of their own: "own", all; "first", those
+        of loop 1, which deeper loops read, so that a token that exits early lacks none.
+        A model is trained for one of the two.
     """
 
     transformer: TransformerConfig
@@ -67,7 +67,7 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
 
     @property
     def init(self) -> InitConfig:
-        """How weights start."""
+        """Distribution of the initial weights."""
         return self.transformer.init
 
     @property

@@ -32,7 +32,7 @@ from recurjax.variants.relaxed_recursive_transformer import (
 
 
 class _Uptraining(RangeChecks):
-    """What the objectives of uptraining have in common: the model as it is called."""
+    """The part that uptraining objectives share: the call of the model."""
 
     __slots__ = ()
     passes = 1
@@ -60,11 +60,13 @@ class Distilled(_Uptraining):
     compares other divergences.
 
     Attributes:
-      teacher: of the same vocabulary and tokenizer; any variant.
-      divergence: in place of KL(teacher || student), see `Divergence`.
-      weight: of the divergence, at least 0.
-      temperature: t, above 0.
-      vocabulary_chunks: see `exit_losses`.
+      teacher: a trained model of any variant with the same vocabulary and tokenizer.
+      divergence: the divergence from the teacher, of which KL(teacher || student) is
+        "forward_kl".
+      weight: factor of the divergence.
+      temperature: t, the temperature of both distributions.
+      vocabulary_chunks: number of pieces of the vocabulary in which logits are
+        computed, to lower peak memory.
     """
 
     teacher: FrozenModel
@@ -122,12 +124,15 @@ class Exits(_Uptraining):
     a_i, which is this project's reading.
 
     Attributes:
-      weights: "weighted": a_i = i / (1 + ... + B), of loop i = 1 .. B. "aggressive":
-        `coefficient`, and 1 for the last loop.
-      coefficient: of the loops before the last; "weighted" does not read it.
-      self_distillation: s.
-      distilled: the teacher, or None. Its own `vocabulary_chunks` is not read.
-      vocabulary_chunks: see `exit_losses`.
+      weights: weight a_i of loop i = 1 .. B: "weighted", i / (1 + ... + B);
+        "aggressive", `coefficient` for all loops but the last, whose weight is 1.
+      coefficient: weight of the loops before the last, if weights is "aggressive".
+      self_distillation: s, the factor of the divergence of each exit from the last
+        loop.
+      distilled: a teacher to distill from; None: none. Its own `vocabulary_chunks` is
+        ignored.
+      vocabulary_chunks: number of pieces of the vocabulary in which logits are
+        computed, to lower peak memory.
     """
 
     weights: Literal["weighted", "aggressive"] = "aggressive"
@@ -222,19 +227,20 @@ class Exits(_Uptraining):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomLoops(_Uptraining):
-    """Cross-entropy after a number of loops that each step draws, of no paper here.
+    """Cross-entropy after a random number of loops, one number per step.
 
-    r = 1 + Poisson(mean - 1), at most `most`, one for all rows of a step, drawn from
-    the batch's ids, so that a resumed run draws what it would have drawn. A model that
-    learned so reads with other numbers of loops than its own. Source of the idea:
-    Geiping et al. 2025, whose numbers are log-normal Poisson.
+    r = 1 + Poisson(mean - 1), at most `most`, is the same for all rows of a step. It is
+    drawn from the batch's ids, so that a resumed run draws the same numbers. The model
+    can then run with other numbers of loops. Source of the idea: Geiping et al. 2025,
+    who draw r from a log-normal Poisson distribution; none of the five papers has it.
 
     Attributes:
-      mean: of r before the limit.
-      most: the limit; also what a step costs where `truncate` is not below it.
-      truncate: gradients pass through the last loops alone, as many as this; None:
-        through all. The embedding has no gradient of steps with more loops.
-      vocabulary_chunks: see `token_losses`.
+      mean: mean of r before the limit.
+      most: largest r, which also bounds the cost of a step.
+      truncate: number of last loops that gradients pass through; None: all. In steps
+        with more loops the embedding gets no gradient.
+      vocabulary_chunks: number of pieces of the vocabulary in which logits are
+        computed, to lower peak memory.
     """
 
     mean: Annotated[float, Range(least=1)] = 4.0

@@ -1,4 +1,4 @@
-"""What a Transformer stack can be, and what it costs."""
+"""The config of the Transformer stack, and its FLOPs."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
 
 
 class LayerKind(NamedTuple):
-    """What one layer of a pattern has of its own.
+    """The properties of one layer of a pattern.
 
     Attributes:
       window: how far back it sees, or None.
@@ -42,24 +42,27 @@ class TransformerConfig(StackFacts):
     """A stack of L Transformer layers.
 
     Attributes:
-      layers: L.
-      width: D.
-      attention, mlp, norm, init: the layers' own configs.
-      windows: how far back each layer sees, None for all; tiled over the layers. A key
-        at distance <= window is visible.
-      positions: each layer's encoding of positions, None for none (NoPE); tiled over
-        the layers. None: all layers have the attention's.
-      norms: where a branch is normalised: "before" it; "after" it, before the sum
-        (OLMo-2); "both" (Gemma 2).
-      parallel_residual: x + attention(norm x) + mlp(norm' x), as in GPT-NeoX; otherwise
-        the MLP reads what the attention wrote.
-      residual_scale: multiplies what both branches write: "one", or
-        "inverse_sqrt_depth", 1/sqrt(L).
-      remat: what the backward pass computes again: "nothing"; "dots", all but the
-        outputs of matrix products with weights; "block", everything inside a block.
-      unroll: repeats of the pattern in one turn of the scan over layers. More compile
-        for longer; whether a training step gains has to be measured. Decoding takes no
-        notice on a CPU, where the host runs the layers, nor on a GPU.
+      layers: L, the number of layers.
+      width: D, the model width.
+      attention: the attention of every layer.
+      mlp: the feed-forward part of every layer.
+      norm: the norm of both branches.
+      init: distribution of the initial weights.
+      windows: how far back each layer sees, in tokens, tiled over the layers; a key at
+        distance <= window is visible. None: the full sequence.
+      positions: position encoding of each layer, tiled over the layers, with None for a
+        layer without one (NoPE). None instead of a tuple: all layers use
+        `attention.position`.
+      norms: place of a branch's norm: "before" the branch; "after" it, before the
+        residual sum (OLMo-2); "both" (Gemma 2).
+      parallel_residual: compute x + attention(norm x) + mlp(norm' x), as in GPT-NeoX;
+        otherwise the MLP reads the attention's output.
+      residual_scale: factor of both branches' outputs: "one", or "inverse_sqrt_depth"
+        for 1/sqrt(L).
+      remat: what the backward pass recomputes: "nothing"; "dots", everything but matrix
+        products with weights; "block", everything inside a block.
+      unroll: layer patterns per iteration of the scan over layers. Larger values
+        compile for longer and may train faster. Decoding on CPUs and GPUs ignores it.
     """
 
     layers: PositiveInt
@@ -97,7 +100,7 @@ class TransformerConfig(StackFacts):
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """What differs by layer, P entries that are tiled over the layers."""
+        """The properties that differ by layer: P entries, tiled over the layers."""
         positions = self.positions or (self.attention.position,)
         length = min(math.lcm(len(self.windows), len(positions)), self.layers)
         return tuple(

@@ -139,7 +139,7 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
         ),
         (
             ("--heads", "{far}", "--start", "fitted"),
-            "--start fitted is fitted to a text",
+            "--start fitted needs a text to fit on",
         ),
         (("--heads", "{far}", "--fit-steps", "0"), "--fit-steps: must be >= 1, got 0"),
         (("--heads", "{far}", "--fit-rate", "nan"), "--fit-rate: must be finite"),

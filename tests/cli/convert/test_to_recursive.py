@@ -123,7 +123,7 @@ def test_the_report_has_the_loss_before_and_after_on_a_text(base, tmp_path):
     options = ("--loops", "3", "--rank", "0", "--keep", "evenly", "--init", "average")
     options += ("--norms", "choice", "--text", text, "--samples", "3", "--length", "20")
     code, said, err = convert(base / "base", out, *options)
-    assert code == 0 and "nats a token" in said, err
+    assert code == 0 and "nats per token" in said, err
     report = json.loads((out / "report.json").read_text())
     assert report["tokens"] == 3 * 19
     assert report["loss_before"] > 0 and report["loss_after"] > 0
