@@ -117,21 +117,27 @@ def test_the_family_becomes_a_recurformer(base):
 
 
 def print_rows(names: list[str]) -> None:
-    print(
-        "| model | itself | all ranks | few ranks, tied norms | a head of each layer |"
-    )
-    print("|---|---|---|---|---|")
+    print_head(RANK)
     for case in CASES:
         folder = case.values[0]
         ids = jnp.asarray(arrays(folder)["input_ids"])
         cells = row(folder.name, from_hf(folder).model, ids, RANK)
         print("| " + " | ".join(cells) + " |", flush=True)
+    if names:
+        print_head(REAL_RANK)
     for name in names:
         model, tokenizer, *_ = from_hf(name)
         assert tokenizer is not None
         ids = tokenizer.encode(embedded_text()[-4000:])[:REAL_TOKENS]
         cells = row(Path(name).stem, model, jnp.asarray([ids]), REAL_RANK)
         print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def print_head(rank: int) -> None:
+    forms = ("recursive, full rank", f"recursive, rank {rank}")
+    columns = ("family", "model", *forms, "one head of each layer replaced")
+    print("\n| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
 
 
 if __name__ == "__main__":
