@@ -42,10 +42,10 @@ class Options:
       run: what to start from, with a chat template.
       talks: JSON lines with messages; None: those made here.
       out: gets talks.jsonl and the run directory `chat`.
-      steps: of training.
+      steps: training steps.
       batch: rows of a step.
       length: tokens of a row, which holds as many conversations as fit.
-      rate: of learning.
+      rate: learning rate.
     """
 
     run: Annotated[Path, tyro.conf.Positional]

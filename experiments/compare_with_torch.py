@@ -87,7 +87,7 @@ class Options(RangeChecks):
       batch, width, heads, layers, vocabulary: B, D, H, L, V; None: the case's own.
       turns: turns of each side.
       repeats: timed calls of each program in a turn.
-      threads: of torch.
+      threads: torch's threads.
     """
 
     case: Annotated[
@@ -120,7 +120,7 @@ class Options(RangeChecks):
 
 
 class Side(NamedTuple):
-    """One of PyTorch's.
+    """One of PyTorch's implementations.
 
     Attributes:
       name: in the table.
@@ -134,7 +134,7 @@ class Side(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is compared.
+    """One comparison.
 
     Attributes:
       shape: sizes by letter, without T.
@@ -142,9 +142,11 @@ class Case(NamedTuple):
       passes: columns of the table.
       sides: PyTorch's.
       reference: the side that ratios divide by.
-      arrays: of a shape, what the peer makes its module from, the input and our output.
-      ours: of a shape and repeats, our milliseconds.
-      parameters: of a shape, how many the model has; None: outputs are compared.
+      arrays: function of a shape that returns the arguments of the peer's module, the
+        input and our output.
+      ours: function of a shape and repeats that returns our milliseconds.
+      parameters: function of a shape that returns the model's number of parameters;
+        None: outputs are compared.
       checkout: what a checkout of the code has; empty: none is needed.
     """
 
@@ -225,7 +227,7 @@ def _ask(side: Side, question: dict[str, Any], options: Options) -> dict[str, An
 
 
 def _compare(side: Side, answer: dict[str, Any], case: Case, shape: Shape) -> None:
-    """Takes out of an answer what is not time, and says or checks it."""
+    """Removes from an answer what is not time, and prints or checks it."""
     if case.parameters is None:
         apart = answer.pop("difference")
         print(f"{side.name}, T {shape['T']}: outputs apart by {apart:.1e}", flush=True)

@@ -39,7 +39,7 @@ class Options:
       out: the text to write.
       files: UTF-8 texts or patterns of them, `**` for folders within folders.
       part: bytes of a part; it goes on to the end of its line.
-      seed: of the order.
+      seed: seed of the order.
     """
 
     out: Annotated[Path, tyro.conf.Positional]

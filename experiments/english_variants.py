@@ -64,7 +64,7 @@ class Options:
       text: UTF-8; its last twentieth is for validation.
       runs: one run directory each, results.md and english.png.
       variants: which of the six.
-      tokens: that each reads, in all.
+      tokens: tokens that each reads, in all.
       seeds: runs of each.
       rate: the peak of the learning rate.
     """

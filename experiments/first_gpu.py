@@ -152,7 +152,7 @@ def run_layers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Where a process writes its rows, and at which sizes it measures."""
+    """The file and the sizes of a process' measurements."""
 
     out: Path
     tiny: bool

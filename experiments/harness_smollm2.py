@@ -41,10 +41,10 @@ class Options:
     Attributes:
       run: an imported model.
       checkpoint: the same, exported for transformers.
-      tasks: of the harness, log-likelihoods only.
+      tasks: tasks of the harness, with log-likelihoods only.
       limit: items a task.
       batches: rows that `hf` reads at a time; each is timed.
-      rows: that ours reads at a time.
+      rows: rows that ours reads at a time.
       length: tokens that ours reads at most; None: the run's. The export says at least
         2,048, so that of a run of shorter rows long items differ without it.
     """
@@ -84,13 +84,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class HarnessAnswers:
-    """What a side said of one task.
+    """One side's results on one task.
 
     Attributes:
       seconds: it took.
-      figures: of the harness.
-      right: of each item, whether it counts as right.
-      log_p: of each item's choices.
+      figures: figures of the harness.
+      right: for each item, whether it counts as right.
+      log_p: log-probabilities of each item's choices.
     """
 
     seconds: float

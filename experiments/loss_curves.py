@@ -33,7 +33,7 @@ class Options:
       runs: run directories.
       png: the picture.
       kind: validation or train.
-      metric: of metrics.jsonl, such as exit_1 or divergence.
+      metric: metric of metrics.jsonl, such as exit_1 or divergence.
       smooth: rows of a moving mean of training losses.
       log: tokens on a logarithmic axis.
     """

@@ -94,7 +94,7 @@ def main() -> None:
     else:
         text = options.text.read_text(encoding="utf-8")
     print(
-        "| model | dtype | bits a byte | transformers, float32 | difference "
+        "| model | dtype | bits per byte | transformers, float32 | difference "
         "| model, MiB | largest tensor | peak of the import | limit |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )

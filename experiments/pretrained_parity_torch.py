@@ -1,4 +1,4 @@
-"""What transformers makes of a text; `pretrained_parity.py` calls it."""
+"""The side of transformers that `pretrained_parity.py` calls."""
 
 import json
 import sys

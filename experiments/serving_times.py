@@ -1,13 +1,13 @@
-"""What serving costs: HTTP on top of the engine, kept states, slots in a memory.
+"""The cost of serving: HTTP on top of the engine, cached states, slots in memory.
 
     python experiments/serving_times.py              (small models, weights drawn here)
     python experiments/serving_times.py --width 768 --layers 12 --talk 4096
 
 Three tables of attention, RAT(16) and the RNN at one width and depth:
-  * tokens a second of one queue of requests on the engine, and of the same queue over
+  * tokens per second of one queue of requests on the engine, and of the same queue over
     HTTP by clients in a process of their own, on the same engine, in turns;
-  * time to the first token of a talk's next turn, its state kept and not;
-  * the slots that fit in so much memory at two lengths, by the caches' shapes.
+  * time to the first token of a chat's next turn, with and without its cached state;
+  * the slots that fit in a given memory at two lengths, by the caches' shapes.
 Weights do not matter for any of them, so none is trained.
 """
 
@@ -44,13 +44,13 @@ class Options:
     """Times an engine by itself and behind HTTP.
 
     Attributes:
-      width, layers, heads: of the models.
+      width, layers, heads: width, layers and heads of the models.
       requests: in the queue; of prompts of 32 to 256 tokens.
-      new_tokens: of each.
+      new_tokens: new tokens of each request.
       slots: requests at once.
       talk: tokens of the talk whose next turn is timed.
-      repeats: of each figure; the script prints the median.
-      memory_gib: that slots are counted for.
+      repeats: repeats of each measurement; the script prints the median.
+      memory_gib: GiB of memory for which slots are counted.
     """
 
     width: int = 256
@@ -92,7 +92,7 @@ class Load:
 
     Attributes:
       prompts: token ids, one list a request.
-      new_tokens: of each; no EOS ends one.
+      new_tokens: new tokens of each request; no EOS ends one.
     """
 
     prompts: list[list[int]]

@@ -1,7 +1,7 @@
 """Compares PyTorch exports of small trained models with the models: one row each.
 
 The small models of the other folders, trained for a few steps on the embedded text, and
-the small Transformer looped twice with additions of rank 8 and with half of its heads
+the small Transformer looped twice with LoRA of rank 8 and with half of its heads
 replaced by Mamba, are exported and run on both sides on rows of the validation
 split: logits, layers and 64 greedy tokens. The PyTorch side runs in --torch-python, or
 in a virtual environment made here with nothing but torch, numpy, safetensors and their

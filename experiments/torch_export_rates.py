@@ -1,4 +1,4 @@
-"""What exported models take in transformers: a prompt, tokens with the cache, without.
+"""Rates of exported models in transformers: prompt, decode with and without cache.
 
 The small models of `torch_export_parity.py`, untrained, since a rate does not depend
 on what was learned. Each is exported and loaded by AutoModel in PYTHON, which has torch

@@ -303,7 +303,7 @@ def mamba(arrays: dict, question: dict) -> Answer:
 def nanochat(arrays: dict, question: dict) -> Answer:
     """Nanochat's model and training step, from a checkout on the module path."""
     shape, heads = question["shape"], int(arrays["heads"])
-    with contextlib.redirect_stdout(sys.stderr):  # It greets whoever imports it.
+    with contextlib.redirect_stdout(sys.stderr):  # It prints when imported.
         from nanochat.gpt import (  # pyright: ignore[reportMissingImports]
             GPT,
             GPTConfig,

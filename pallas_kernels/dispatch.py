@@ -1,4 +1,4 @@
-"""What every op does alike: arrays checked, a backend chosen, calls cut, a gradient.
+"""The frame of every op: checks, choice of a backend, mesh, and the gradient.
 
 An op's call is one NamedTuple: its arrays, and `options`, a frozen dataclass of what is
 static, registered with `jax.tree_util.register_static`. Floating leaves have a
@@ -34,11 +34,12 @@ Implementation = Literal["triton", "mosaic_tpu", "xla"]
 
 
 class Specs(NamedTuple):
-    """How arrays are sharded over a mesh that cuts a call: trees of PartitionSpecs.
+    """The sharding of a call over a mesh that cuts it: trees of PartitionSpecs.
 
     Attributes:
       call: the call with a spec in place of each array; one can stand for a tree.
-      outputs, residuals: of what the backend's `forward` returns.
+      outputs, residuals: specs of the outputs and residuals that the backend's
+        `forward` returns.
     """
 
     call: Any
@@ -48,7 +49,7 @@ class Specs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Op:
-    """What the frame must know of an op.
+    """The parts of an op that the frame needs.
 
     Attributes:
       name: as callers know it.
@@ -105,7 +106,7 @@ def run(op: Op, call: Any, *, implementation: str | None) -> Any:
 
 
 def check_shapes(op: str, expected: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
-    """Raises ValueError for the first array that has another shape than it should.
+    """Raises ValueError for the first array with a wrong shape.
 
     Args:
       wanted: by the argument's name, the array (None: not given) and its shape.

@@ -21,7 +21,7 @@ ROW_AXES, COLUMN_AXIS = ("data", "fsdp"), "tensor"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How one call is sharded over a mesh.
+    """The sharding of one call over a mesh.
 
     Attributes:
       mesh: the mesh that is set around the call.
@@ -92,8 +92,7 @@ def find_cut(
         return None
     by_row = row_axes(rows)
     columns = axis if axis in free and columns_divide(free[axis]) else None
-    # Axes that cut nothing of this call: the compiler would have to cut a kernel by
-    # them.
+    # Axes that shard nothing of this call; the compiler cannot shard a kernel by them.
     left = tuple(axis for axis in free if axis not in (*by_row, columns))
     return Cut(mesh=mesh, rows=by_row, columns=columns, left=left)
 

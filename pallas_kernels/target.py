@@ -1,4 +1,4 @@
-"""What a device can do, in one place: its platform, its generation, its memory.
+"""Properties of the device: platform, generation and memory.
 
 Code elsewhere does not compare platforms: it calls a function of this module that names
 the property it depends on, such as `prefers_unrolled_decode`.
@@ -44,7 +44,8 @@ class Target:
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       kind: jax's name of the device.
-      compute_capability: of an NVIDIA GPU, such as "9.0"; "unknown" where jax has none.
+      compute_capability: compute capability of an NVIDIA GPU, such as "9.0"; "unknown"
+        if jax has none.
       cudnn: whether a GPU's programs may call cuDNN; only a machine that has cuDNN can
         compile them.
     """
@@ -255,8 +256,8 @@ def vmem_of(kind: str) -> int | None:
 
     None for names that jax does not know.
     """
-    # jax tells of the device that programs are lowered for: here, of one by its name. A
-    # mesh that is set already lets none of another size in, but for an empty one.
+    # jax reports on the device that programs are lowered for; here it is one by name.
+    # Under a mesh jax accepts only a mesh of the same size, so set an empty one first.
     device = AbstractDevice(kind, 1, "tpu")
     named = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
     set_mesh = jax.sharding.use_abstract_mesh

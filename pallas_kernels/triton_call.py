@@ -67,7 +67,7 @@ def launch(
     Args:
       kernel: "module:function". It takes references to the arrays among the arguments,
         their numbers as scalars, and then references to the outputs.
-      warps: of a program.
+      warps: warps of a program.
       constants: by name, the kernel's compile-time arguments.
     """
     jax_triton = importlib.import_module("jax_triton")

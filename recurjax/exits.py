@@ -41,7 +41,8 @@ class ExitHead(NamedTuple):
     """A linear guess, for each loop but the last, of whether more loops change a token.
 
     Attributes:
-      weight: of the states that the output head reads, after the final norm.
+      weight: weight that multiplies the states that the output head reads, after the
+        final norm.
       bias: added to the product.
     """
 
@@ -58,7 +59,7 @@ class EarlyExit:
       missing: what becomes of the keys and values that they then lack; "verify": they
         continue through all loops while their successor starts from the exit's guess,
         and greedy texts are the full model's. None: as the model was trained.
-      head: of the rule "head".
+      head: exit head of the rule "head".
     """
 
     rule: ExitRule
@@ -117,8 +118,9 @@ def scores(
     """Returns a rule's score of tokens that have run mixed loops.
 
     Args:
-      head: of the rule "head".
-      loop: that each has run last, from 0; of the deepest the score means nothing.
+      head: exit head of the rule "head".
+      loop: the loop that each has run last, from 0; of the deepest the score means
+        nothing.
       before, after: the states around that loop.
       normed: what the output head reads.
     """

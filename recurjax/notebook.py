@@ -1,4 +1,4 @@
-"""What notebooks need around their lessons: short runs, logits in pieces, letters.
+"""Helpers of the notebooks: short runs, logits in pieces, pictures of letters.
 
 from recurjax import notebook
 notebook.prepare()
@@ -63,8 +63,8 @@ class QuickRun(NamedTuple):
     Attributes:
       root: its run directory, in `scratch`.
       model: the trained parameters; of adapters, base and adapters in one.
-      tokenizer: of the run.
-      losses: of the steps that were logged.
+      tokenizer: tokenizer of the run.
+      losses: losses of the logged steps.
       score: on the validation split.
     """
 

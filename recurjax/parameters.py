@@ -1,4 +1,4 @@
-"""What is known of every parameter by its name: one table, and names and back.
+"""One table with the properties of every parameter, by name.
 
 Checkpoints, converters, optimizers and meshes know parameters by their dotted names
 only, for example `stack.blocks.0.attention.w_q`; none of them knows flax. `RULES` says
@@ -28,13 +28,13 @@ Group = Literal["matrix", "embedding", "head", "scalar", "residual", "input"]
 
 
 class Rule(NamedTuple):
-    r"""What holds for the parameters whose names end as a pattern says.
+    r"""The properties of parameters whose names match a pattern at their end.
 
     Attributes:
       pattern: a regular expression, at the end of a name; parents belong to it where
         another part of a model may use the last word for an array of other axes.
       role: see `Role`.
-      axes: of one layer's array; a matrix has its inputs before "->".
+      axes: axes of one layer's array; a matrix has its inputs before "->".
       spec: the mesh axis of each of them: see `recurjax.sharding`.
       group: see `Group`.
       torch: the last words of its name in a PyTorch module, \1 as the pattern caught
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """How many axes of one layer's matrix it reads from; the others it writes."""
+        """The number of input axes of one layer's matrix; the others are outputs."""
         return len(self.axes.partition("->")[0].split())
 
     @property

@@ -26,7 +26,7 @@ IGNORED = -1
 
 
 class Tokens(NamedTuple):
-    """What a stack gets of the tokens in addition to their embeddings.
+    """The properties of tokens that a stack gets in addition to their embeddings.
 
     Attributes:
       ids: token ids.
@@ -47,11 +47,11 @@ state; those of loop 1, as the model was trained with; or none: it is not seen t
 
 
 class LoopPositions(NamedTuple):
-    """Where tokens of a looped stack stand that are not all at the same loop.
+    """Positions of tokens of a looped stack that are at different loops.
 
     Attributes:
-      loop: that a token runs next, from 0.
-      position: of the token in its row.
+      loop: the loop that a token runs next, from 0.
+      position: position of the token in its row.
       live: whether there is a token: others read and write nothing.
     """
 

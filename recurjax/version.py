@@ -1,4 +1,4 @@
-"""The one place that says which version this is; the package's metadata reads it."""
+"""The version, which the package's metadata reads."""
 
 from pathlib import Path
 

@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cpu PYTHONPATH=.compilers python -m tests.triton_resources 8.6 CASE
 
-prints a line of JSON a kernel: warps, stages, registers a thread, bytes of stack that a
-thread spills to, bytes of shared memory, and how many atomic operations may be seen
-before what the program's other threads stored. CASE is "module:function", whose call
+prints a line of JSON per kernel: warps, stages, registers per thread, bytes of stack
+that a thread spills to, bytes of shared memory, and the atomic operations that other
+programs may see before the program's own stores. CASE is "module:function", whose call
 with the words after it returns a function and its arguments as ShapeDtypeStructs. `make
 compilers` fetches the compiler. jax lowers Pallas' kernels to Triton's language and XLA
 compiles that when a program is loaded; here Triton itself does, by the same passes.

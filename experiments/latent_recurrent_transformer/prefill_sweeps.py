@@ -1,4 +1,4 @@
-"""How near parallel sweeps come to the exact prefill, on a trained model.
+"""The error of parallel sweeps against the exact prefill, on a trained model.
 
 Reads rows of the validation split into a cache by 0, 1, 2, 4 and 8 sweeps after the
 first pass, and exactly, and compares the next-token distributions. A run of the small
@@ -41,7 +41,7 @@ class Options:
     Attributes:
       run: a run directory of a model with a latent memory.
       sweeps: after the first pass, which has no memory.
-      rows: of the validation split, each of the length of training.
+      rows: rows of the validation split, each of the training length.
       length: tokens per row; None: as in training.
     """
 
@@ -64,7 +64,7 @@ class Swept(NamedTuple):
       largest: error of a logit.
       divergence: mean KL(exact || swept) a token, in nats.
       agreed: share of the tokens with the same likeliest next token.
-      bits_per_byte: of the rows.
+      bits_per_byte: bits per byte of the rows.
     """
 
     sweeps: int | None
@@ -104,7 +104,7 @@ def markdown(rows: list[Swept]) -> str:
     """Returns the table."""
     lines = [
         "| sweeps | largest change of a state | largest error of a logit | "
-        "KL from exact (nats a token) | same likeliest token | bits per byte |",
+        "KL from exact (nats per token) | same likeliest token | bits per byte |",
         "|---" * 6 + "|",
     ]
     lines += [

@@ -87,7 +87,7 @@ class RatioPoint(NamedTuple):
       model: base, shared or layerwise.
       ratio: R, tokens per parameter.
       compute: R times the passes of its objective.
-      bits_per_byte: of the validation split; None: the run diverged.
+      bits_per_byte: bits per byte of the validation split; None: the run diverged.
       core: by zero memory; None: not requested.
       paper_bits_per_byte, paper_core: its figures there; None: it has none.
     """
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
 def markdown(points: list[RatioPoint]) -> str:
     """Returns a row per model and R: its compute, its figures and the paper's."""
     heads = ("model", "R", "R of that compute without a memory")
-    heads += ("bits a byte", "paper", "CORE", "paper")
+    heads += ("bits per byte", "paper", "CORE", "paper")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for point in points:
         figures = (point.bits_per_byte, point.paper_bits_per_byte)
@@ -179,7 +179,7 @@ def draw(points: list[RatioPoint], file: Path) -> None:
                     )
         axes.set_xscale("log")
         axes.set_xlabel("compute, as tokens a parameter of the backbone")
-        axes.set_ylabel("CORE" if column == "core" else "validation bits a byte")
+        axes.set_ylabel("CORE" if column == "core" else "validation bits per byte")
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     write_figure(figure, file)

@@ -1,4 +1,4 @@
-"""What refining a subset of the positions costs, in passes over all of them.
+"""The cost of refining a subset of positions, in passes over all positions.
 
 FLOPs of all matrix products of the programs traced for a TPU, forward, of the paper's
 20 layers and of the small set's model; nothing runs. `refine` computes T / S positions,

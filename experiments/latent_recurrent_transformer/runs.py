@@ -141,7 +141,8 @@ def _small(
     times: int = 1,
 ) -> Run:
     """Returns a small run: 2,048 bytes per step, `times` the others' steps."""
-    expected = "bits a byte in recurjax/variants/latent_recurrent_transformer/README.md"
+    readme = "recurjax/variants/latent_recurrent_transformer/README.md"
+    expected = f"bits per byte in {readme}"
     make = partial(_tiny, memory=memory, objective=objective, times=times)
     return Run(make=make, reproduces=reproduces, expected=expected)
 

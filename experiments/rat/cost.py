@@ -1,4 +1,4 @@
-"""What each mixer of the 1.3B models costs against T, as table and picture.
+"""The cost of each mixer of the 1.3B models against T, as table and plot.
 
 Training FLOPs of a token (a mixer alone, the causal half not discounted) and bytes of
 the cache, a token and layer, in bfloat16 with float32 states. Counted, not timed, so
@@ -68,7 +68,7 @@ def markdown(rows: dict[str, list[MixerCost]]) -> str:
     for name, row in rows.items():
         columns = " | ".join(f"{cost.flops / 1e6:.0f}" for cost in row)
         lines.append(f"| {name} | {columns} |")
-    lines += ["", f"| cache, bytes a token | {heads} |", rule]
+    lines += ["", f"| cache, bytes per token | {heads} |", rule]
     for name, row in rows.items():
         each = zip(row, LENGTHS, strict=True)
         columns = " | ".join(

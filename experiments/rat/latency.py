@@ -45,9 +45,9 @@ class Options:
     Attributes:
       out: a folder for latency.json and latency.md.
       lengths: T.
-      batches: of the decode.
+      batches: batch sizes of the decode.
       tokens: in all, of training and forward.
-      layers: of rnn, rat128, rat64, rat16, attention, swa.
+      layers: layers to time: rnn, rat128, rat64, rat16, attention, swa.
       repeats: timed calls of each program.
       tiny: width 64: for a CPU.
     """
@@ -72,7 +72,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatencyCell:
-    """One figure of a table.
+    """One cell of a table.
 
     Attributes:
       table: training, forward or decode.

@@ -42,9 +42,9 @@ class Options:
     Attributes:
       runs: one run directory each.
       models: rows of runs.py, without shakespeare_.
-      steps: of each run; None: the table's.
+      steps: steps of each run; None: the table's.
       times: how many times the training length is read.
-      positions: that share one figure.
+      positions: positions that share one figure.
     """
 
     runs: Path = Path("runs/rat_shakespeare")

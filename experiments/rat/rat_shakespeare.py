@@ -32,7 +32,7 @@ class Options:
     Attributes:
       runs: one run directory each, results.json and results.md.
       models: rows of the table, without shakespeare_.
-      steps: of each run; None: the table's.
+      steps: steps of each run; None: the table's.
       seeds: how many runs of each, of the init and of the order of the rows.
     """
 

@@ -65,8 +65,8 @@ def stack(
       model: as it is named after the length in `RUNS`: rat16, attention_swa ...;
         with _nope at the end positions are in the window layers only.
       length: T of training, for the gates' biases and the reversed design's chunks.
-      window: of the layers between (SWA).
-      base: of the rotations.
+      window: window of the layers in between (SWA).
+      base: base of the rotary embedding.
     """
     size: dict[str, Any] = {"width": width, "heads": heads}
     full = presets.attention(**size, base=base)
@@ -252,7 +252,7 @@ SMALL_STEPS = 400
 
 def _small(model: str, reproduces: str, *, length: int = 256) -> Run:
     """Returns a small run: 2,048 bytes per step, the same for every stack."""
-    expected = "bits a byte in recurjax/variants/rat/README.md"
+    expected = "bits per byte in recurjax/variants/rat/README.md"
     make = partial(_tiny, model=model, length=length)
     return Run(make=make, reproduces=reproduces, expected=expected)
 
@@ -312,7 +312,7 @@ RUNS: dict[str, Run] = {
     "fineweb_16k_rat16_swa": _fineweb(
         "rat16_swa", 16384, "Table 11", "perplexity 7.42"
     ),
-    # The 1.3B models after fine-tuning on answers; of T 16,384 the rows say so.
+    # The 1.3B models after fine-tuning on answers; names say 16k for T 16,384.
     **{
         f"sft_{'16k_' if length == 16384 else ''}{task}_{model}": _sft(
             model, task, score, length=length

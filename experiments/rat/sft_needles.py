@@ -43,13 +43,13 @@ class Options:
     """Fine-tunes a run on needles and tests it on others.
 
     Attributes:
-      run: what to start from.
+      run: run directory to start from.
       out: gets needles.jsonl, the run directory `needles`, and results.md.
       length: tokens of a problem and its answer; None: as the run was trained.
       rows: problems of each kind to learn from.
-      items: of each kind to test on.
-      batch: rows of a step.
-      rate: the peak of the learning rate.
+      items: items of each kind in the test.
+      batch: rows per step.
+      rate: peak learning rate.
       haystack: a text file; None: the embedded text.
     """
 

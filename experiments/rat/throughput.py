@@ -45,7 +45,7 @@ class Options:
     """Measures every model at every length.
 
     Attributes:
-      models: of rnn, rat16, attention, rat16_swa, attention_swa.
+      models: models to time: rnn, rat16, attention, rat16_swa, attention_swa.
       lengths: prompt and new tokens together.
       new: tokens generated.
       most: the largest batch to try.
@@ -85,8 +85,8 @@ class ThroughputRow:
       model: its name.
       prompt, new: tokens per row.
       batch: the largest that fits; 0: none does.
-      cache_bytes: of one row.
-      prefill_seconds, decode_seconds: of the full batch.
+      cache_bytes: bytes of one row's cache.
+      prefill_seconds, decode_seconds: seconds of prefill and decode of the full batch.
       tokens_per_second: new tokens of all rows over the decode's time.
       with_prefill: the same over both times.
     """

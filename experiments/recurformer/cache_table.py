@@ -1,4 +1,4 @@
-"""What RecurFormer keeps of 10,240 and 61,440 tokens, as a share of the base's cache.
+"""RecurFormer's cache at 10,240 and 61,440 tokens, as a share of the base's.
 
 The columns cs_10k and cs_60k of table 4, from `cache_bytes`: keys and values in 16
 bits, Mamba's states in float32. Under grouped queries it depends on which heads go:

@@ -62,11 +62,11 @@ class Options:
       runs: one run directory each, and results.md.
       betas: shares of heads to replace.
       choices: which heads: recent, groups, random, least.
-      steps: of the base on its last problems; None: the table's.
+      steps: steps of the base on its last problems; None: the table's.
       seeds: how often each share and choice is tried on the base.
-      base_seed: of the base.
+      base_seed: seed of the base.
       window: how far back counts as recent, in tokens.
-      learning_rate: of what is trained on; None: the base's.
+      learning_rate: learning rate of converted models; None: the base's.
       further: how long a model is trained on, as a share of the base's steps.
     """
 
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
                 try:
                     run = train_on(changed, name, seed)
                 except Diverged as error:
-                    # The others tell something all the same.
+                    # The other seeds are still informative.
                     console.print(f"{name}, seed {seed}: {error}")
                     diverged.append(f"{choice} at beta {beta}, seed {seed},")
                     write_atomic(options.runs / "results.md", results())
@@ -275,7 +275,7 @@ def _write(
 
 
 def _quiet(_: str) -> None:
-    """Says nothing."""
+    """Prints nothing."""
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ class Options:
     Attributes:
       out: the file.
       rows: how many.
-      seed: of the rows.
-      size, hops, length: of the task, in characters.
+      seed: seed of the rows.
+      size, hops, length: size, hops and length of the task, in characters.
     """
 
     out: Path

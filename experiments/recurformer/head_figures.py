@@ -40,7 +40,7 @@ class Options:
       text: UTF-8; texts are cut from its beginning.
       samples: texts.
       length: tokens of a text, for RA-I and figure 8.
-      layer, head: of figure 5.
+      layer, head: layer and head that figure 5 shows.
       out: gets figure5.png and figure8.png.
     """
 

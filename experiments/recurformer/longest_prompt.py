@@ -1,10 +1,11 @@
-"""How long a prompt each base reads at once on an H100, with and without its heads.
+"""The longest prompt that a base reads at once on an H100, by replaced heads.
 
 The column l_m of table 2, of a card of 80 GB: Llama2-7B 71,680 tokens and 91,800 with
 90 % of the heads replaced, Qwen2-7B 122,880 and 132,000, Qwen2-0.5B 133,120 and 137,216
-with 50 %. Here the compiler says what the prefill of one row takes, weights and cache
-in bfloat16 (`recurjax plan --program prefill --rows 1`). It grows in a line, so two
-lengths give a third to try, in steps of 1,024. Needs `make compilers`; minutes each.
+with 50 %. Here the compiler reports the memory of one row's prefill, with weights and
+cache in bfloat16 (`recurjax plan --program prefill --rows 1`). Memory is almost linear
+in the length, so two lengths give a third to try, in steps of 1,024. Needs `make
+compilers` and some minutes per model.
 
     python experiments/recurformer/longest_prompt.py
     python experiments/recurformer/longest_prompt.py --models qwen2_7b --betas 00 90
@@ -33,7 +34,7 @@ class Options:
     """Prints the longest prompt that fits, for each share of replaced heads.
 
     Attributes:
-      models: of the table's rows.
+      models: models of the table's rows.
       betas: shares of heads, in percent, as the table's rows are named.
       topology: one device.
     """
@@ -64,7 +65,7 @@ def longest(experiment: Experiment, topology: str) -> Plan:
     each = (long.needed - short.needed) / (TRIED[1] - TRIED[0])
     length = int(TRIED[0] + (capacity - short.needed) / each) // STEP * STEP
     answer = plan(length)
-    # The line is the compiler's only nearly: up to the last that fits, or down to it.
+    # Memory is only nearly linear in the length: step to the last length that fits.
     while answer.fits and (more := plan(length + STEP)).fits:
         answer, length = more, length + STEP
     while not answer.fits:

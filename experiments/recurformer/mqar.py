@@ -42,7 +42,7 @@ class Options:
       runs: one run directory each, and results.md.
       betas: shares of heads, in percent, as runs.py names them.
       conv: width of Mamba's convolution; 1: each position by itself.
-      steps: of each run; None: the table's.
+      steps: steps of each run; None: the table's.
       seeds: how many runs of each, of the init and of the rows.
     """
 

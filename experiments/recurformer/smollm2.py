@@ -49,14 +49,14 @@ class Options:
       text: UTF-8; heads are measured and mixers fitted on its beginning, and its last
         tenth is for validation.
       runs: one run directory each, and results.md.
-      betas, starts: of the conversions.
+      betas, starts: betas and starts of the conversions.
       scopes: heads and groups: the most recent; least: the least recent heads; randomN:
         heads drawn by the seed N.
       tokens: to train on.
       length: T of a row, and of the texts that heads are measured on.
       samples: how many such texts.
-      dt_rank: of the mixers.
-      fit_steps: of each fitted layer.
+      dt_rank: rank of the mixers' step size.
+      fit_steps: steps of the fit, per layer.
       decode: lengths at which decoding is timed.
     """
 
@@ -160,7 +160,7 @@ def cost(model: Decoder, lengths: tuple[int, ...]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Does what is not done yet and prints the table."""
+    """Runs the missing conversions and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="smollm2.py")
     console, scores = Console(stderr=True), {}

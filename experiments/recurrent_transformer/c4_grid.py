@@ -32,7 +32,7 @@ class Options:
       run: a row of runs.py.
       runs: one run directory each, results.json and results.md.
       rates: peak learning rates.
-      beta2: of Adam.
+      beta2: Adam's beta2.
     """
 
     run: str = "c4_300m_recurrent_12"

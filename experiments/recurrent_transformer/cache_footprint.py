@@ -42,7 +42,7 @@ def table() -> str:
     """Returns Markdown, a row per run."""
     runs = load_runs(TABLE)
     lines = [
-        "| run | layers | width | bytes a token | share of 12 layers | paper |",
+        "| run | layers | width | bytes per token | share of 12 layers | paper |",
         "|---|---|---|---|---|---|",
     ]
     for prefix, names in TABLES.items():

@@ -32,7 +32,7 @@ class Options:
     Attributes:
       runs: one run directory each, results.json and results.md.
       seeds: how many runs of each, of the init and of the order of the rows.
-      steps: of each run; None: the table's.
+      steps: steps of each run; None: the table's.
     """
 
     runs: Path = Path("runs/rt_output_init")

@@ -162,7 +162,7 @@ def _small(
     return Run(
         make=partial(_tiny, stack=stack, steps=steps, rate=rate),
         reproduces=reproduces,
-        expected="bits a byte in recurjax/variants/recurrent_transformer/README.md",
+        expected="bits per byte in recurjax/variants/recurrent_transformer/README.md",
     )
 
 

@@ -1,4 +1,4 @@
-"""How each schedule's time and memory grow with the sequence.
+"""Time and memory of each schedule against the sequence length.
 
     python experiments/recurrent_transformer/scaling.py --out runs/rt_scaling
 

@@ -72,7 +72,7 @@ class Options:
       models: transformer, recurrent or unnormed.
       rates: peak learning rates.
       seeds: how many, from 0, at each rate.
-      steps: of a run; None: as many as the experiments say.
+      steps: steps of a run; None: as in the experiments.
       evaluation_batches: 64 rows each; None: the full validation split.
     """
 
@@ -91,10 +91,11 @@ class PairRun:
     Attributes:
       model: a key of MODELS.
       rate: the peak learning rate.
-      seed: of the init and of the order of the rows.
+      seed: seed of the init and of the order of the rows.
       bits_per_byte: validation.
-      seconds: of processor time for training alone, all threads together and without
-        the compilation: neighbours on the machine change it less than wall time.
+      seconds: seconds of processor time for training alone, all threads together and
+        without the compilation: neighbours on the machine change it less than wall
+        time.
     """
 
     model: str

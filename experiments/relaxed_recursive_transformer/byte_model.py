@@ -1,10 +1,10 @@
-"""A 12-layer byte model made recursive: inits, additions, distillation and exits.
+"""A 12-layer byte model made recursive: inits, LoRA, distillation and exits.
 
 The paper's claims in miniature, on two CPU cores and three seeds: a Transformer of
 width 256 is trained on at least 20 MB of English bytes (--steps for some 40 minutes),
 made recursive with two loops, and trained on for a tenth of its tokens: Stepwise,
 Average and Lower, and a random block between the pretrained embedding and head;
-additions of rank 8, 32 and 128 from Average, by singular values, and of rank 32 from
+LoRA of rank 8, 32 and 128 from Average, by SVD, and of rank 32 from
 zero; all distilled from the base, Stepwise also without it, with losses at the exits,
 and with the paper's tied norms; the base itself trained on alike. The paper's two
 baselines start from nothing and have the same teacher and tokens: `random`, a recursive
@@ -59,9 +59,9 @@ class Options:
     Attributes:
       text: UTF-8 files, a pattern; the last tenth is for validation.
       runs: gets the base, a run directory a case and seed, results.json and results.md.
-      layers: of the base, twice those of the block.
+      layers: layers of the base, twice those of the block.
       width: D, a multiple of 64 or below it.
-      steps: of the base; a case takes a tenth of them.
+      steps: steps of the base; a case takes a tenth of them.
       batch: rows of a step.
       length: T of a row.
       seeds: how many runs of each case, all of them before the next case.
@@ -177,7 +177,7 @@ def recipe(options: Options, start: Path, name: str) -> Experiment:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Does what is not done yet and prints the table."""
+    """Runs the missing cases and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="byte_model.py")
     cases = select(CASES, options.cases)

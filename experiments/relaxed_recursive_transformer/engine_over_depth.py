@@ -94,10 +94,10 @@ class Options(RangeChecks):
     Attributes:
       json: also write the rows to this file.
       large: the shapes of one accelerator; otherwise those of two CPU cores.
-      dtype: of activations and matrix products.
+      dtype: dtype of activations and matrix products.
       repeats: timed calls of each part; the queue runs a fifth as often, at least once.
       requests: in the queue.
-      slots: of each engine; None: the shape's.
+      slots: slots of each engine; None: the shape's.
     """
 
     json: Path | None = None
@@ -227,8 +227,8 @@ def summary(rows: list[ServedRow]) -> str:
             f"{row.name.split('/')[1].removeprefix('engine_')}: {f['speedup']:.2f} "
             f"times sequence, bound {f['bound']:.2f} (reached {f['of_bound']:.0%}), "
             f"the paper's calculation {f['paper']:.2f}; {f['step_ms']:.2f} ms a step, "
-            f"{f['loops']:.2f} loops and {f['rows_a_token']:.2f} rows a token, "
-            f"{f['bits_a_byte']:.3f} bits a byte"
+            f"{f['loops']:.2f} loops and {f['rows_a_token']:.2f} rows per token, "
+            f"{f['bits_a_byte']:.3f} bits per byte"
         )
     return "\n".join(lines)
 
@@ -257,7 +257,7 @@ class QueuedRequest(NamedTuple):
 def draw_queue(
     shape: Mapping[str, int], text: np.ndarray, requests: int
 ) -> list[QueuedRequest]:
-    """Draws places of a text to continue from, and how far."""
+    """Draws positions of a text to continue from, and lengths of continuations."""
     draw = np.random.default_rng(0)
     T, queue = shape["T"], []
     for _ in range(requests):
@@ -272,7 +272,7 @@ def draw_queue(
 def held_out_bits(
     model: Decoder, strategy: DecodeStrategy, text: np.ndarray, shape: Mapping[str, int]
 ) -> float:
-    """Counts bits a byte of a text that is given to the slots token by token.
+    """Counts bits per byte of a text that is given to the slots token by token.
 
     The strategy's own steps run, with exits by their rule and what they do about
     missing keys; of each place the probability of the text's token is taken.

@@ -69,7 +69,7 @@ class Options:
       ways: plain: always four loops; random: a number that each step draws.
       loops: at test time.
       width: D, heads of 16.
-      steps: of each run, 64 rows each.
+      steps: steps of each run, 64 rows each.
       seeds: how many runs of each.
     """
 
@@ -134,7 +134,7 @@ def doubled(task: TaskConfig) -> TaskConfig:
 
 
 def accuracy(model: Decoder, task: TaskConfig) -> float:
-    """Returns the share of right tokens on the test."""
+    """Returns the share of right tokens in the test."""
     rows = TaskDataset(config=TaskData(task=task)).loader(
         "validation", length=task.longest("validation"), batch=64
     )

@@ -346,7 +346,7 @@ def _initialized() -> dict[str, Run]:
 
 
 def _relaxed() -> dict[str, Run]:
-    """Gemma's additions by init, start and rank: Figures 6 and 7a."""
+    """Gemma's LoRA by init, start and rank: Figures 6 and 7a."""
     runs = {}
     expected = {
         "stepwise": "rank 512 no better than none, the middle ranks worse",

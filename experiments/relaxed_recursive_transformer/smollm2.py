@@ -1,12 +1,12 @@
-"""SmolLM2-135M made recursive: loops, inits and additions, distilled from itself.
+"""SmolLM2-135M made recursive: loops, inits and LoRA, distilled from itself.
 
 The paper's tables 2 and F.1 for two CPU cores: 2 and 3 loops with norms of each depth's
 own, from random blocks, Lower, Average and Stepwise; the two baselines that start from
 nothing, a recursive model (random) and an ordinary one of its size (reduced); at 2
-loops Stepwise with the paper's tied norms, and Average with additions of rank 64 and
-256, by singular values and from zero. Each is distilled from the model itself for
+loops Stepwise with the paper's tied norms, and Average with LoRA of rank 64 and
+256, by SVD and from zero. Each is distilled from the model itself for
 100,000 tokens of one text, some 18 minutes of one core; 17 cases and three seeds. The
-paper has Stepwise lowest of the bare inits, and additions by singular values below
+paper has Stepwise lowest of the bare inits, and LoRA by SVD below
 those from zero. Prints held-out nats per token over tokens. A set that was stopped, by
 Ctrl-C or --minutes, continues with the same command; --cases says which part of the
 grid to do.
@@ -40,9 +40,10 @@ class Options:
       base: the imported model, and the teacher.
       text: UTF-8; its last tenth is for validation.
       runs: gets a run directory a case, results.json and results.md.
-      loops: of the bare conversions.
-      inits: of them.
-      ranks: of the additions, at the first of `loops`, from the mean of the layers.
+      loops: loops of the bare conversions.
+      inits: inits of the bare conversions.
+      ranks: ranks of the LoRA, with the first of `loops` and the mean of the layers as
+        block.
       tokens: to train each on.
       length: T of a row.
       seeds: how many runs of each case, all of them before the next case.
@@ -106,7 +107,7 @@ def recipe(options: Options, start: Path, name: str) -> Experiment:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Does what is not done yet and prints the table."""
+    """Runs the missing cases and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="smollm2.py")
     runs = Set(

@@ -1,4 +1,4 @@
-"""Figure 8: tokens a second of continuous depth-wise batching, as the paper simulates.
+"""Figure 8: tokens per second of depth-wise batching, as the paper simulates it.
 
 A queue of samples is decoded by a fixed number of slots. A slot runs one pass at a time
 and takes the next sample when its own is done; the passes of all slots run together and
@@ -48,12 +48,12 @@ class Options:
       trajectories: the file of `evaluate exits --trajectories`.
       full: ROWS:MS of a pass through all layers, one or more; slots are the most rows.
       block: ROWS:MS of a pass through the block; slots are the most rows.
-      samples: of the queue, drawn from the file's rows.
-      tokens: of a sample at most; None: all that a row has.
+      samples: samples in the queue, drawn from the file's rows.
+      tokens: tokens of a sample, at most; None: the full row.
       mean_tokens: lengths are drawn, exponentially, with this mean; None: full rows.
-      seed: of the draws.
+      seed: seed of the draws.
       model: a row of runs.py or an experiment; prints how many rows of it fit.
-      memory_gib: of the device, for `model`; the paper's has 40.
+      memory_gib: GiB of the device's memory, for `model`; the paper's has 40.
       length: tokens of a row, for `model`; the paper's are 512 + 2,048 and 64 + 256.
     """
 
@@ -162,7 +162,7 @@ def in_batches(passes: np.ndarray, slots: int) -> np.ndarray:
 
 
 def throughput(queue: Queue, full: PassTimes, block: PassTimes) -> dict[str, float]:
-    """Returns tokens a second of the three ways."""
+    """Returns tokens per second of the three ways."""
 
     def speed(running: np.ndarray, times: PassTimes) -> float:
         return float(queue.tokens.sum() / times.of(running).sum() * 1e3)

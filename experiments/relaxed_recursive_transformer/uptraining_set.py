@@ -1,4 +1,4 @@
-"""What the small sets share: conversions of one base, uptraining, and their table.
+"""Code of the small sets: conversions of one base, uptraining, and their table.
 
 Every conversion and every run resumes or is found done, so that a set that was stopped
 continues with the same command.
@@ -42,11 +42,11 @@ class Case:
     """One way to continue from a base.
 
     Attributes:
-      name: of the run, and of its row in the table.
+      name: name of the run, and of its row in the table.
       convert: options of `recurjax convert to-recursive`; None: the base as it is.
       scratch: instead of a conversion, makes of the base's model one that is trained
         from nothing, as the paper's baselines.
-      objective: of the uptraining, from the teacher; None: distilled from it.
+      objective: objective of the uptraining, from the teacher; None: distillation.
       exits: afterwards score its exits: exits.json and exits.png in the run.
     """
 
@@ -76,7 +76,7 @@ class Set:
     console: Console = field(default_factory=lambda: Console(stderr=True))
 
     def run(self, cases: Sequence[Case], *, seeds: int = 1) -> str | None:
-        """Does what is not done yet, all seeds of a case before the next case.
+        """Runs the missing cases, all seeds of a case before the next case.
 
         A seed orders the rows; the conversions of a case are one for all its seeds.
 
@@ -187,14 +187,14 @@ def next_token(teacher: FrozenModel) -> Objective:
 
 
 def table_of(losses: Mapping[str, Sequence[Losses]]) -> str:
-    """Returns a Markdown table: a row a case, over its seeds the mean and the spread.
+    """Returns a Markdown table: a row per case with mean and spread over its seeds.
 
     The spread is the highest less the lowest; a single seed has none.
     """
     columns = list(dict.fromkeys(c for rows in losses.values() for c in rows[0]))
     columns.sort(key=lambda column: column != "start")  # which baselines have not
     lines = [
-        "| held-out nats a token | " + " | ".join(columns) + " |",
+        "| held-out nats per token | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
     for name, seeds in losses.items():

@@ -1,4 +1,4 @@
-"""How many tokens small models need to learn recall: curves, floors, a ranking.
+"""Tokens that small models need to learn recall: curves, floors, a ranking.
 
 Trains the rows of runs.py, task by mixer by seed, and tests each every `--every` steps
 on its 256 rows. A run stops at the first test with 0.9 of the answers right, or once it
@@ -92,12 +92,12 @@ class Line:
     """A test of a run, a line of rows.jsonl.
 
     Attributes:
-      task, mixer, rate, seed: of the run.
+      task, mixer, rate, seed: task, mixer, rate and seed of the run.
       step, tokens: trained until then.
       accuracy: share of right answers; of HashHop, the score of its chains.
       rows_right: share of the rows whose answers are all right.
-      loss: of the last training step.
-      seconds: of training, without compilation and tests.
+      loss: loss of the last training step.
+      seconds: seconds of training, without compilation and tests.
       end: why the run ended here, "passed" or "budget"; None: it continues.
     """
 

@@ -141,7 +141,7 @@ def stack(mixer: Mixer, *, vocabulary: int, length: int) -> StackConfig:
 
     Args:
       mixer: which.
-      vocabulary: of the task.
+      vocabulary: vocabulary of the task.
       length: T of training; a window of `swa` is a quarter of it, as in RAT's paper.
     """
     mlp = MlpConfig(kind="gelu", width=MLP_WIDTHS[mixer])

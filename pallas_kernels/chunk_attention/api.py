@@ -159,6 +159,6 @@ OP = dispatch.Op(
     find_cut=find_cut,
     specs=specs,
     reads_outputs=True,
-    # Left to the compiler, the rows of every device are gathered for a loop over heads.
+    # The compiler alone would gather the rows of every device for a loop over heads.
     cuts_xla=True,
 )

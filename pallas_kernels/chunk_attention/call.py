@@ -30,7 +30,7 @@ class ChunkEnds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes(GivenSizes):
-    """How a backend's kernels cut a call; None: the backend chooses.
+    """Block sizes of a call; None: the backend chooses.
 
     Attributes:
       block_q: positions of one program. On a GPU those of the ends' gradient are apart.
@@ -38,7 +38,7 @@ class BlockSizes(GivenSizes):
       backward_block_q: positions that a program of the ends' gradient reads at once.
       backward_block_k: its chunk ends.
       splits: programs that share the heads of a query group in the queries' gradient.
-      warps: of a program.
+      warps: warps of a program.
       stages: blocks of ends, or of positions, that are on their way at once.
     """
 
@@ -54,7 +54,7 @@ class BlockSizes(GivenSizes):
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkAttentionOptions:
-    """What is static of a call.
+    """The static options of a call.
 
     Attributes:
       chunk: C, in positions.
@@ -71,7 +71,7 @@ class ChunkAttentionOptions:
 
 
 class ChunkAttentionCall(NamedTuple):
-    """What every backend receives; with gradients in place of arrays, what it returns.
+    """The arguments of every backend; with gradients in place of arrays, its results.
 
     `chunk_attention` says what the arrays are.
     """
@@ -100,7 +100,7 @@ class ChunkAttentionCall(NamedTuple):
         """Returns the call with gradients in place of its arrays.
 
         Args:
-          d_ends: of keys and values.
+          d_ends: gradients of the ends' keys and values.
         """
         return ChunkAttentionCall(
             dq, d_own_logits, d_own_values, ChunkEnds(*d_ends), None, None, self.options

@@ -230,7 +230,7 @@ class _EndRefs(NamedTuple):
 
 # A program owns a block of ends of one head and runs through the blocks of positions
 # that see any of them; both gradients stay in VMEM. Crossing HBM: the ends and their
-# gradients once; q, do and two numbers a position once for each block of ends.
+# gradients once; q, do and two numbers per position once for each block of ends.
 def _end_kernel(*refs, launch: Launch):
     at = by_name(_EndRefs, refs, documents=2 * launch.has_documents)
     j, i = pl.program_id(2), pl.program_id(3)

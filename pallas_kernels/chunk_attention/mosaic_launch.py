@@ -1,4 +1,4 @@
-"""How the TPU kernels are launched: blocks, their places, and what kernels share.
+"""Launch of the TPU kernels: blocks, their indices, and shared settings.
 
 Kernels see blocks [rows, E] of one head. Heads that fill complete registers (E a
 multiple of 128) are read out of [B, T, H E] in place; others go before the positions
@@ -90,7 +90,7 @@ def at_least_eight(x: Array) -> Array:
 
 
 class At(NamedTuple):
-    """What a program works on: batch row, head, block of positions, block of ends."""
+    """The work of a program: batch row, head, block of positions, block of ends."""
 
     b: Array | int
     h: Array | int
@@ -100,7 +100,7 @@ class At(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every kernel of a call has in common.
+    """The settings that all kernels of a call share.
 
     Attributes:
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
@@ -139,7 +139,7 @@ class Launch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What `seen_ends` takes."""
+        """The sizes that `seen_ends` takes."""
         return {"chunk": self.chunk, "ends": self.ends}
 
     def blocks_of_ends(self, i, first):
@@ -154,7 +154,7 @@ class Launch:
 
 
 def choose_tiles(*, length: int, ends: int, blocks: BlockSizes | None = None) -> Tiles:
-    """Returns 512 x 512, less where there is less: float32 logits take 1 MiB.
+    """Returns 512 x 512, or less for small calls: float32 logits take 1 MiB.
 
     Not tuned on a device.
 

@@ -17,7 +17,7 @@ def hidden_logits(launch: Launch, k: Array, q: Array, first, i, j, documents) ->
 
     Args:
       i, j: which blocks of positions and of ends these are.
-      documents: of positions [1, rows] and of ends [ends, 1], or nothing.
+      documents: documents of positions [1, rows] and of ends [ends, 1]; empty: none.
     """
     logits = launch.scale * dot(k, q, (1, 1))
     s = j * launch.tiles.block_k + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)

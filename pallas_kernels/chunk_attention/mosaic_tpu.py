@@ -28,7 +28,7 @@ def supported(call: ChunkAttentionCall) -> str | None:
 
 
 def expressible(call: ChunkAttentionCall) -> str | None:
-    """Returns what of a call the kernels do not do, whatever the device."""
+    """Returns why the kernels cannot compute a call on any device, or None."""
     reason = refusal_of_dtypes(call.operands, jnp.float32, jnp.bfloat16)
     if reason is not None:
         return reason

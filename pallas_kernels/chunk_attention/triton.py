@@ -62,7 +62,7 @@ def backward(
     residuals: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
     cotangents: Float[Array, "B T H E"],
 ) -> ChunkAttentionCall:
-    """Returns gradients in place of the arrays."""
+    """Returns the call's gradients, each in the place of its array."""
     launch, (o, lse), do = Launch.of(call), residuals, cotangents
     d_ends = call.ends[:2]  # Without elements, their own gradients.
     padded = call._replace(ends=at_least_one(call.ends))

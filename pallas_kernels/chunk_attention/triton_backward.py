@@ -168,7 +168,7 @@ class _PositionRefs(NamedTuple):
 # other: dq stays in registers and is written once. For each head it makes delta and the
 # own term's gradients, then runs over the ends that are seen, as the forward kernel
 # does. Crossing memory: q and dq once; own term, o, do and their gradients once; ends
-# once a program.
+# once per program.
 def _position_kernel(*refs, launch: Launch):
     at = by_name(_PositionRefs, refs, **launch.masks)
     rows, count = launch.tiles.block_q, launch.tiles.block_k
@@ -253,7 +253,7 @@ class _EndRefs(NamedTuple):
 # while the positions that see any of them stream by once; positions from which all of
 # them are seen need no mask. Logits are transposed, [ends, rows], so that no product
 # has to turn them. Crossing memory: the ends and their gradients once, q, do and two
-# numbers a position once a program.
+# numbers per position once per program.
 def _end_kernel(*refs, launch: Launch):
     at = by_name(_EndRefs, refs, **launch.masks)
     rows, count = launch.tiles.backward_block_q, launch.tiles.backward_block_k

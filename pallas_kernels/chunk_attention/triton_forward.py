@@ -66,7 +66,7 @@ def attend(
             jax.ShapeDtypeStruct(own_values.shape, own_values.dtype),
             jax.ShapeDtypeStruct((B, H, T), jnp.float32),
         ],
-        # Operands of four bytes fill as many registers again.
+        # Float32 operands take twice as many registers.
         accumulator=rows * E * (2 if q.dtype == jnp.float32 else 1),
         products=2,  # q k^T, p v
         pairs=computed_pairs(launch, block_q=rows, block_k=launch.tiles.block_k),
@@ -92,7 +92,7 @@ class _Refs(NamedTuple):
 # A program owns `rows` positions of one head, of as many chunks as they span. Their
 # softmax starts from the own term and stays in registers while the ends that any of
 # them sees stream by once; blocks of ends that all of them see need no mask. Crossing
-# memory: q, own term and o once, the seen ends once a program.
+# memory: q, own term and o once, the seen ends once per program.
 def _forward_kernel(*refs, launch: Launch):
     at = by_name(_Refs, refs, **launch.masks)
     rows, count = launch.tiles.block_q, launch.tiles.block_k

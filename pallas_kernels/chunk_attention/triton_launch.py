@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: block sizes, and what they share."""
+"""Launch of the Triton kernels: block sizes, and shared settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Tiles:
       backward_block_k: its chunk ends.
       splits: programs that share the heads of a query group in the queries' gradient;
         divides their number. More than one costs a sum afterwards.
-      warps: of a program; None: by what it sums up in registers.
+      warps: warps of a program; None: chosen by the size of its accumulators.
       stages: blocks that a loop has on their way at once.
     """
 
@@ -52,7 +52,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every kernel of a call has in common: sizes, and which masks there are."""
+    """The settings that all kernels of a call share: sizes, and the masks it has."""
 
     batch: int
     length: int
@@ -96,7 +96,7 @@ class Launch:
 
     @property
     def masks(self) -> dict[str, int]:
-        """How many references a kernel's fields hold that `mask_arrays` fills."""
+        """The number of references in a kernel's fields that `mask_arrays` fills."""
         documents = int(self.has_documents)
         return {
             "first": int(self.has_first),

@@ -1,4 +1,4 @@
-"""Which chunk ends a block of positions sees, by index arithmetic alone.
+"""The chunk ends that a block of positions sees, by index arithmetic alone.
 
 Position t sees end s when s < first + t // C. Functions take Python integers and
 traced ones alike; they serve the kernels of both accelerators.

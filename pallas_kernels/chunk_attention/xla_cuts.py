@@ -1,4 +1,4 @@
-"""How the XLA backend cuts a call: into bands, or into tiles with a softmax in parts.
+"""The XLA backend's cut of a call: bands, or tiles with a softmax in parts.
 
 Bands see different numbers of chunk ends, known while tracing, so that the hidden half
 of the products is mostly left out; a band's blocks run one after the other and bound

@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 class GatedScanOutputs(NamedTuple):
-    """What the recurrence gives, one entry for each stream of values.
+    """The results of the recurrence, one entry for each stream of values.
 
     Attributes:
       states: h, each in its stream's dtype.
@@ -37,7 +37,7 @@ class GatedScanOutputs(NamedTuple):
 
 
 class QueriedScanOutputs(NamedTuple):
-    """What the recurrence gives of values, and of keys that queries read.
+    """The results of the recurrence for values, and for keys that queries read.
 
     Attributes:
       values: h of the values, in their dtype.
@@ -117,7 +117,7 @@ def queried_scan(
 
     Args:
       keys: W = N E channels, a group of E for all heads h with the same h mod N.
-      queries: of each group.
+      queries: queries of each group.
       chunk: C, which divides T: both states are set to zero before C, 2 C, ...
       initial, starts, lengths, blocks, implementation: see `gated_scan`.
 

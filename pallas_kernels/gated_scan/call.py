@@ -20,8 +20,8 @@ class GateLogits(NamedTuple):
     result is all that crosses memory, and gives their gradient in their dtype.
 
     Attributes:
-      logits: of any floating dtype.
-      bias: of each channel; None: zero.
+      logits: logits of the gate, of any floating dtype.
+      bias: bias of each channel; None: zero.
     """
 
     logits: Float[Array, "B T D"]
@@ -43,14 +43,14 @@ Gate = Array | GateLogits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes(GivenSizes):
-    """How a backend's kernels cut a call; None: the backend chooses.
+    """Block sizes of a call; None: the backend chooses.
 
     Attributes:
       stretch: positions of a stretch. Where it is the chunk, stretches are not linked;
         else the state is reset within them.
-      channels: of one tile in one program.
+      channels: channels of one tile in one program.
       unroll: positions whose inputs are read before the first of them is computed.
-      warps: of a program.
+      warps: warps of a program.
     """
 
     stretch: int | None = None
@@ -62,7 +62,7 @@ class BlockSizes(GivenSizes):
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedScanOptions:
-    """What is static of a call.
+    """The static options of a call.
 
     Attributes:
       chunk: C: the state is set to zero before positions C, 2 C, ... None: never.
@@ -77,7 +77,7 @@ class GatedScanOptions:
 
 
 class GatedScanCall(NamedTuple):
-    """What every backend receives; with gradients in place of arrays, what it returns.
+    """The arguments of every backend; with gradients in place of arrays, its results.
 
     Queries read the last stream; without them the call is `gated_scan`'s.
     """
@@ -108,7 +108,7 @@ class GatedScanCall(NamedTuple):
 
 
 class ScanOutputs(NamedTuple):
-    """What every backend's forward pass gives.
+    """The results of every backend's forward pass.
 
     Attributes:
       states: h of each stream in its dtype; of one that is read, its chunks' ends.

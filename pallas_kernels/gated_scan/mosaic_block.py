@@ -1,4 +1,4 @@
-"""What both TPU kernels do with a block: lanes in and out, and the chain of stretches.
+"""The parts that both TPU kernels share: layout of lanes, chain of stretches.
 
 A block has 8 stretches of S positions. Position s of all stretches is one register a
 group of 128 lanes: rows s, s + S, ..., read with a stride.
@@ -64,7 +64,7 @@ def position(launch: Launch, s: Array | int, offset: int = 0) -> Indices:
 
 
 def chain(product: Array, added: Array, first: Array, *, reverse: bool = False):
-    """Takes a state [1, 128] through 8 stretches: x[i+1] = product[i] x[i] + added[i].
+    """Runs a state [1, 128] through 8 stretches: x[i+1] = product[i] x[i] + added[i].
 
     Returns what enters every stretch [8, 128], and what leaves the last one [1, 128].
     """

@@ -1,4 +1,4 @@
-"""How the TPU kernels are launched: blocks of rows, VMEM, one heuristic, one call."""
+"""Launch of the TPU kernels: blocks of rows, VMEM, and one heuristic."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _MOST_BYTES = LEAST_VMEM * 3 // 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How a call is cut.
+    """The tiles of a call.
 
     Attributes:
       stretch: positions of a stretch, even; a block has 8 stretches.
@@ -41,7 +41,7 @@ class Tiles:
 
 
 class GateInputs(NamedTuple):
-    """What kernels read of the gate.
+    """The gate's inputs to the kernels.
 
     Attributes:
       gate: [B, T, D]: the gate, or its logits.
@@ -61,11 +61,11 @@ class GateInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What both kernels of a call have in common.
+    """The settings that both kernels of a call share.
 
     Attributes:
       B, T, D: sizes.
-      widths: of the streams, multiples of 128.
+      widths: widths of the streams, multiples of 128.
       logits: whether kernels make the gate of logits and a bias.
       resets: rows of the array that says where the state is reset: B, 1 where it is
         the same in all rows, 0 where there is none.

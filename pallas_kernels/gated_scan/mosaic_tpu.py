@@ -45,7 +45,7 @@ def supported(call: GatedScanCall) -> str | None:
 
 
 def expressible(call: GatedScanCall) -> str | None:
-    """Returns what of a call the kernels do not do, whatever the device."""
+    """Returns why the kernels cannot compute a call on any device, or None."""
     D, streams = call.gate.shape[2] + -call.gate.shape[2] % LANES, len(call.values)
     reason = refusal_of_channels(D, streams) or refusal_of_streams(call)
     if reason is not None:
@@ -86,7 +86,7 @@ def forward(
 def backward(
     call: GatedScanCall, residuals: States, cotangents: ScanOutputs
 ) -> GatedScanCall:
-    """Returns gradients in place of the arrays."""
+    """Returns the call's gradients, each in the place of its array."""
     D, queries, lengths = call.gate.shape[2], call.queries, call.lengths
     d_states, d_finals, d_logits = cotangents
     launch, gates = _cut(call)

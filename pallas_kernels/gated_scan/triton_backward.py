@@ -90,7 +90,7 @@ def run_backward(
 
 
 class _SummaryRefs(NamedTuple):
-    """References of `_summarize_backward_kernel`; tuples have one a stream."""
+    """References of `_summarize_backward_kernel`; tuples have one per stream."""
 
     gate: Any  # [B T, tiles, W]: the gate or its logits
     bias: tuple[Any, ...]  # float32 [1, tiles, W], with logits
@@ -241,7 +241,7 @@ def _backward_kernel(*refs, launch: Launch):
 
 
 class _Inputs(NamedTuple):
-    """What one position reads: for every stream, for every tile."""
+    """The inputs of one position, for every stream and tile."""
 
     gate: Read
     values: list[Tiled]

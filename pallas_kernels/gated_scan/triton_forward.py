@@ -200,7 +200,7 @@ def _entering(program: ScanProgram, initial_refs, summary_refs) -> States:
 def fold_summaries(
     program: ScanProgram, refs, states: States, count, block_of
 ) -> States:
-    """Takes states through the summaries of stretches block_of(0), ..., count of them.
+    """Runs states through the summaries of stretches block_of(0), ..., `count` of them.
 
     Without summaries there is one stretch only.
     """

@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: how a call is cut, one heuristic, one call."""
+"""Launch of the Triton kernels: programs, and one heuristic."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +24,15 @@ MOST_TILES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How a call is cut into programs.
+    """The division of a call into programs.
 
     Attributes:
       positions: in one program's stretch of the sequence.
       linked: whether the state flows from one stretch into the next one; chunks are
         not linked.
-      channels: of one tile in one program, a power of two.
+      channels: channels of one tile in one program, a power of two.
       unroll: positions whose inputs are read before the first of them is computed.
-      warps: of a program.
+      warps: warps of a program.
     """
 
     positions: int
@@ -43,7 +43,7 @@ class Tiles:
 
 
 class GateInputs(NamedTuple):
-    """What kernels read of the gate; a reference of each inside one.
+    """The gate's inputs to the kernels; references inside a kernel.
 
     Attributes:
       gate: [B T, tiles, W]: the gate, or its logits.
@@ -63,12 +63,13 @@ class GateInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every kernel of a call has in common.
+    """The settings that all kernels of a call share.
 
     Attributes:
       B, T, D: sizes.
-      width: of the narrowest stream; a program owns the same channels of all D / width
-        tiles, so that a narrow stream is read once and its gradient summed on chip.
+      width: width of the narrowest stream; a program owns the same channels of all D /
+        width tiles, so that a narrow stream is read once and its gradient summed on
+        chip.
       streams: how many.
       lengths: whether rows have their own.
       logits: whether kernels make the gate of logits and a bias.
@@ -191,7 +192,7 @@ def refusal_of_tiles(tiles: Tiles, *, width: int, head: int) -> str | None:
     """Returns why these sizes cannot be, None when they can.
 
     Args:
-      width: of the narrowest stream.
+      width: width of the narrowest stream.
       head: E where queries read; 0 without.
     """
     whole = math.gcd(0 if tiles.linked else head, width)

@@ -22,7 +22,7 @@ class ScanProgram:
     """The program's row, stretch and channels.
 
     Attributes:
-      row: of the batch.
+      row: row of the batch.
       block: number of its stretch.
       column: its first channel within a tile.
     """
@@ -135,11 +135,11 @@ def _masked(shape: tuple[int, int], keep: Array | None) -> dict:
 
 
 class Gates(NamedTuple):
-    """What a program reads of its gate, and how it becomes g.
+    """The gate's references in a program, and the computation of g.
 
     Attributes:
       refs: references.
-      bias: of its channels, read once; None: the gate itself is given.
+      bias: bias of its channels, read once; None: the gate itself is given.
     """
 
     program: ScanProgram

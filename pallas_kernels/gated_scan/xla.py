@@ -50,7 +50,7 @@ def forward(call: GatedScanCall, *, residuals: bool) -> tuple[ScanOutputs, State
     gate, values = gate_of(call.gate), call.values
     initial = tuple(h.astype(dtype) for h in call.initial)
     narrow = tuple(v.dtype for v in values)
-    if lengths is not None:  # The last states are read from the states: keep them wide.
+    if lengths is not None:  # Final states are read from all states: keep those wide.
         values = tuple(v.astype(dtype) for v in values)
     states, last = jax.lax.platform_dependent(
         gate,
@@ -136,8 +136,8 @@ def blocked_forward(
     """Runs one recurrence over the full sequence, block after block."""
     T, dtype = gate.shape[1], initial[0].dtype
     gate, values, starts = _fold_inputs(gate, values, starts, size)
-    # What each block makes of any state; folded, that gives each block's own first
-    # state, from which all blocks run at once.
+    # Each block's effect on any state. Folded, this gives the state before each block,
+    # from which all blocks run at once.
     product, added = summarize_forward(gate, values, starts, dtype)
     entering = tuple(
         _combine(product, h, h_in) for h, h_in in zip(added, initial, strict=True)

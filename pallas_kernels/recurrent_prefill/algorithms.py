@@ -41,7 +41,7 @@ def recurrent_layer_tiled(
     """Returns z of one layer by Algorithm 1.
 
     Args:
-      w: of one layer, without the axis of layers.
+      w: weights of one layer, without the axis of layers.
       spec: with block 1.
       tile: B, the most queries that `update_tile` takes at once.
     """

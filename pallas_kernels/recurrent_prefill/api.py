@@ -61,8 +61,8 @@ def recurrent_prefill(
 
     Args:
       x: residual stream; it is at least float32 inside, z has x's dtype.
-      weights: of L layers, run one after the other.
-      cache: of the positions before; of length 0: training, from position 0.
+      weights: weights of L layers, which run one after the other.
+      cache: cache of the positions before x; of length 0 for training from position 0.
       spec: every switch of the layer.
       rows: lengths and segments; None: full rows of one document.
       schedule: "naive": position by position over the full prefix; "prefix": each tile
@@ -229,6 +229,6 @@ OP = dispatch.Op(
     specs=specs,
     prepare=_prepare,
     on_device=options_on_device,
-    # Left to the compiler, weights' gradients are summed over the devices once a tile.
+    # The compiler alone would sum weights' gradients over the devices once per tile.
     cuts_xla=True,
 )

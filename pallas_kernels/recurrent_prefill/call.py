@@ -1,4 +1,4 @@
-"""What the op takes and keeps: switches, weights, cache, rows, sizes, residuals."""
+"""The op's arguments and results: switches, weights, cache, sizes, residuals."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,8 +29,9 @@ class LayerSpec:
       heads: H.
       key_heads: K, a divisor of H; query head h reads key head h // (H / K).
       head_width: E.
-      norm, norm_eps: of both pre-norms, over D.
-      qk_norm, qk_norm_eps: of queries and keys over all heads together, H E and K E.
+      norm, norm_eps: kind and eps of both pre-norms, over D.
+      qk_norm, qk_norm_eps: kind and eps of the norm of queries and keys over all heads
+        together, H E and K E.
       normed_persistent: whether the persistent pair is projected from norm(z), as in
         the paper, or from z itself (the paper's ablation).
       alibi_max_bias: m in slope_h = 2^(-m (h + 1) / H); None: no ALiBi.
@@ -38,13 +39,13 @@ class LayerSpec:
         of the E dimensions it rotates; None: no RoPE.
       logit_scale: multiplies q k^T (on top of qk-norm).
       residual_scale: multiplies what both branches write.
-      activation: of the MLP; on the gate when the weights have one (SwiGLU is "silu"
-        with a gate).
+      activation: activation of the MLP, or of its gate if the weights have one (SwiGLU
+        is "silu" with a gate).
       block: c of the blocked recurrence: position i sees the temporary pairs of its own
         block of c positions (block i // c) and the persistent pairs of all earlier
         blocks. 1 is the Recurrent Transformer.
-      dtype: of matrix operands, keys and values. The residual stream, softmax and all
-        accumulators are at least float32.
+      dtype: dtype of matrix operands, keys and values. The residual stream, softmax and
+        all accumulators are at least float32.
     """
 
     heads: int
@@ -200,7 +201,7 @@ class Rows(NamedTuple):
       lengths: how many of the T positions of a row are real, the rest is padding on the
         right. None: all.
       segments: document number of each position: no pair crosses documents. For the
-        training cache only. None: one document a row.
+        training cache only. None: one document per row.
     """
 
     lengths: Int[Array, " B"] | None = None
@@ -208,7 +209,7 @@ class Rows(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads apart from the op's inputs: O(T) a layer.
+    """The residuals of the backward pass besides the op's inputs: O(T) per layer.
 
     The input of layer l > 0 is z[l - 1].
 
@@ -225,7 +226,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes(GivenSizes):
-    """How a backend's kernels cut a call, apart from `tile`; None: the backend chooses.
+    """Block sizes of a call, apart from `tile`; None: the backend chooses.
 
     Attributes:
       rows: rows of the batch in one program.
@@ -262,13 +263,13 @@ ONE_STAGE = Stages(1, None)
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentPrefillOptions:
-    """What is static of a call.
+    """The static options of a call.
 
     Attributes:
       spec: every switch of the layer.
       schedule, tile: see `recurrent_prefill`.
       blocks: sizes of the caller's; the backend chooses what they leave out.
-      stages: of the mesh that the layers are cut over.
+      stages: number of mesh stages that share the layers.
       interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
         the TPU's own semantics.
     """
@@ -282,7 +283,7 @@ class RecurrentPrefillOptions:
 
 
 class RecurrentPrefillCall(NamedTuple):
-    """What every backend receives; with gradients in place of arrays, what it returns.
+    """The arguments of every backend; with gradients in place of arrays, its results.
 
     Outputs of a backend are z and the cache with the new positions.
     """
@@ -295,7 +296,7 @@ class RecurrentPrefillCall(NamedTuple):
 
     @property
     def spec(self) -> LayerSpec:
-        """Every switch of the layer."""
+        """The switches of the layer."""
         return self.options.spec
 
     @property

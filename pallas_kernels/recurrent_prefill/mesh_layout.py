@@ -29,10 +29,10 @@ _ROWS_AXIS = {"triton": 1, "mosaic_tpu": 1, "xla": 2}
 
 
 def find_cut(call: RecurrentPrefillCall) -> Cut | None:
-    """Returns how the call is cut on the mesh that is set; None: it is not.
+    """Returns how the current mesh cuts the call; None: it does not.
 
-    A batch that the devices do not divide is computed in full on each of them; stages
-    always divide the layers, `check_stages` has seen to that.
+    A batch that the devices do not divide is computed in full on each of them. Stages
+    always divide the layers, which `check_stages` ensures.
     """
     # Layers take the place of columns: the only axis besides the rows that cuts a call.
     return mesh_cut.find_cut(call.x.shape[0], lambda stages: True, axis=LAYER_AXIS)

@@ -15,11 +15,11 @@ Array = jax.Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes(GivenSizes):
-    """How a backend's kernels cut a call; None: the backend chooses.
+    """Block sizes of a call; None: the backend chooses.
 
     Attributes:
-      channels: of one program. On a GPU those of the backward pass are apart.
-      backward_channels: of its programs.
+      channels: channels of one program; on a GPU, of the forward pass.
+      backward_channels: channels of one program of the GPU's backward pass.
       unroll: positions in a turn of a kernel's or XLA's loop; on a GPU the forward
         pass's, whose inputs are read while those before them are computed.
       backward_unroll: positions whose states are in registers at once on the way back.
@@ -36,7 +36,7 @@ class BlockSizes(GivenSizes):
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectiveScanOptions:
-    """What is static of a call.
+    """The static options of a call.
 
     Attributes:
       chunk: positions between two kept states.
@@ -51,7 +51,7 @@ class SelectiveScanOptions:
 
 
 class SelectiveScanCall(NamedTuple):
-    """What every backend receives; with gradients in place of arrays, what it returns.
+    """The arguments of every backend; with gradients in place of arrays, its results.
 
     Padding has a step of 0 already, which leaves the state as it is: no backend knows
     of lengths.
@@ -71,7 +71,7 @@ class SelectiveScanCall(NamedTuple):
 
 
 class SelectiveScanOutputs(NamedTuple):
-    """What the recurrence gives.
+    """The results of the recurrence.
 
     Attributes:
       y: in u's dtype.

@@ -36,10 +36,10 @@ ROWS = LANES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How a call is cut.
+    """The tiles of a call.
 
     Attributes:
-      channels: of a program, a multiple of 128.
+      channels: channels of a program, a multiple of 128.
       unroll: positions in a turn of the kernel's loop.
     """
 
@@ -137,7 +137,7 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every kernel of a call has in common: sizes, and how it is cut."""
+    """The settings that all kernels of a call share: sizes and tiles."""
 
     B: int
     T: int
@@ -200,7 +200,7 @@ class Launch:
         return ROWS, self.channels
 
     def rows_spec(self, *, reverse: bool = False) -> pl.BlockSpec:
-        """Of a program's positions and channels."""
+        """Returns the BlockSpec of a program's positions and channels."""
         last = self.blocks - 1
         return pl.BlockSpec(
             (None, self.positions, self.channels),
@@ -208,11 +208,11 @@ class Launch:
         )
 
     def state_spec(self) -> pl.BlockSpec:
-        """Of a row's state."""
+        """Returns the BlockSpec of a row's state."""
         return pl.BlockSpec((None, *self.state), lambda n, j, k: (n, 0, j))
 
     def kept_spec(self, *, reverse: bool = False) -> pl.BlockSpec:
-        """Of the states that enter a block's chunks."""
+        """Returns the BlockSpec of the states that enter a block's chunks."""
         last = self.blocks - 1
         return pl.BlockSpec(
             (None, self.chunks_of_block, *self.state),

@@ -37,11 +37,11 @@ _KERNELS = "pallas_kernels.selective_scan.triton_kernels"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How a pass of a call is cut into programs of one thread a channel.
+    """The division of a pass into programs of one thread per channel.
 
     Attributes:
-      channels: of a program, a power of two. Each backward program writes sums over its
-        channels for b and c, and fewer programs write fewer of them.
+      channels: channels of a program, a power of two. Each backward program writes sums
+        over its channels for b and c, and fewer programs write fewer of them.
       unroll: positions whose inputs are read together, or whose states the backward
         pass holds together.
       stretch: positions that a program walks, in full chunks.
@@ -182,7 +182,7 @@ def backward(
     residuals: Float[Array, "B G N I"],
     cotangents: SelectiveScanOutputs,
 ) -> SelectiveScanCall:
-    """Returns gradients in place of the arrays."""
+    """Returns the call's gradients, each in the place of its array."""
     launch, x = Launch.of(call, backward=True), _Arrays.of(call)
     B, T, N, I, S = launch.B, launch.T, launch.N, launch.I, launch.stretches
     summaries = launch.summaries(
@@ -222,7 +222,7 @@ def backward(
 
 
 class _Arrays(NamedTuple):
-    """What kernels read in another form than the call has it, and its optional z."""
+    """Arrays that kernels read in another form than the call's, and the optional z."""
 
     a: Array  # [N, I], times log2(e): kernels raise 2 to it
     skip: Array  # float32 [I]

@@ -119,7 +119,7 @@ class _Steps(NamedTuple):
       b, c: [B, T, N].
       keep: 0 where a document starts, else 1, [B, T]; None: it is 1 everywhere.
       chunk: C, in positions.
-      unroll: of them, in a turn of a loop.
+      unroll: positions per iteration of a loop.
     """
 
     delta: Array

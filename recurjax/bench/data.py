@@ -54,7 +54,7 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
 
 
 def summary(rows: list[BenchRow]) -> str:
-    """Says for each kind which share of one corpus' rate five parts reach."""
+    """Reports for each kind the share of one corpus' rate that five parts reach."""
     rates = {row.name: row.tokens_per_s for row in rows}
     lines = []
     for name, rate in rates.items():

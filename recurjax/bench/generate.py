@@ -49,7 +49,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 
 
 def summary(rows: list[BenchRow]) -> str:
-    """Says the fastest repeats' rates."""
+    """Reports the rates of the fastest repeats."""
     words = [
         f"{x.name} of {x.shape['B']} x {x.shape['T']} {x.min_ms:,.1f} ms" for x in rows
     ]

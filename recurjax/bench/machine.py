@@ -1,4 +1,4 @@
-"""What a machine's products and its memory reach: the limits of every other figure."""
+"""A machine's FLOP/s of products and memory bandwidth, which bound all benches."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
 
 
 def summary(rows: list[BenchRow]) -> str:
-    """Says both rates, of the fastest repeat."""
+    """Reports both rates, of the fastest repeat."""
     products, read = rows
     flops = 2 * _WIDTH**3 / products.min_ms / 1e6
     size = _READ["N"] * _READ["M"] * jnp.dtype(read.dtype).itemsize

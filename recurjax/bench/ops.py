@@ -70,7 +70,7 @@ class OpBench:
     """An op's bench.
 
     Attributes:
-      name: of the op.
+      name: name of the op.
       backends: their names, as a call prefers them.
       small: shapes by letter, B and T first, for two CPU cores.
       large: for one accelerator.

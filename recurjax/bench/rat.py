@@ -130,8 +130,8 @@ def layer_rows(
         times = repeat(partial(program, layer, x), repeats=repeats)
         yield measure(f"rat/{name}/{what}", shape, times=times, tokens=B * T)
     cache = layer.mixer.init_cache(1, B, T, dtype)
-    # The cache says that T - 1 tokens are behind, whatever its entries hold: time does
-    # not depend on their values.
+    # The cache claims T - 1 earlier tokens. Its entries may hold anything, because the
+    # time does not depend on their values.
     held = [cache._replace(position=jnp.full(B, T - 1, jnp.int32))]
     token = x[:, :1]
 

@@ -66,7 +66,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 
 
 def mixer_rows(sizes: dict[str, int], dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
-    """Measures a Mamba of width D by itself."""
+    """Times a Mamba mixer of width D alone."""
     mamba = Mamba(MambaConfig(dt_rank=DT_RANK), sizes["D"], rngs=nnx.Rngs(0))
 
     def run(mamba: Mamba, x: jax.Array) -> jax.Array:

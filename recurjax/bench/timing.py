@@ -13,12 +13,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRow:
-    """One measured figure.
+    """One measurement.
 
     Attributes:
       name: `variant/mixer-or-schedule/pass`.
       shape: dimension letters and their sizes.
-      dtype: of the activations.
+      dtype: dtype of the activations.
       median_ms, min_ms: over the repeats after warm-up, in milliseconds.
       tokens_per_s: tokens of one call over its median time.
     """
@@ -33,7 +33,7 @@ class BenchRow:
 
 @runtime_checkable
 class Case(Protocol):
-    """What `recurjax bench` times: a module of this folder, or an entry of a table."""
+    """A bench of `recurjax bench`: a module of this folder, or an entry of a table."""
 
     def rows(self, *, large: bool, dtype: Any, repeats: int) -> Iterator[BenchRow]: ...
 

@@ -85,7 +85,7 @@ def step_row(
     """Times steps on one batch, each from the state that the one before left.
 
     Args:
-      name: of the row.
+      name: name of the row.
       step: from `one_device_step`.
       state: used up.
       batch: from `random_batch`.

@@ -182,7 +182,7 @@ def run(argv: list[str]) -> int:
     exits = None
     if rule is not None:
         exits = EarlyExit(rule=rule, missing=options.missing, head=head)
-    unshown = prompts[:1]  # Comes with the first text: only then all options are right.
+    unshown = prompts[:1]  # printed with the first text
     compiling = ExitStack()
 
     def show(_: int, text: str) -> None:

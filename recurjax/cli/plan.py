@@ -149,7 +149,7 @@ def run(argv: list[str]) -> int:
         plan = plan_of(experiment)
     show_plan(plan, console)
     report = plan.to_json()
-    # Only a lack of memory has a remedy among the changes that are tried.
+    # The changes that are tried remedy only a lack of memory.
     if not plan.fits and _lacks_memory(plan) and options.program == "train":
         # A line that stays: these compilations can take as long as the plan, each.
         console.print("it does not fit: compiling what would help")

@@ -229,7 +229,7 @@ def with_own_text(
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Parts the words: options of `CorpusOptions` with their values, and the others."""
+    """Splits the words into options of `CorpusOptions`, with values, and the others."""
     names = {f"--{field.name}" for field in dataclasses.fields(CorpusOptions)}
     options: list[str] = []
     rest: list[str] = []

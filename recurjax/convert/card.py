@@ -37,10 +37,10 @@ LOSS_PICTURE = "loss.png"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paper:
-    """A paper as CITATION.cff has it.
+    """A paper, with the fields of CITATION.cff.
 
     Attributes:
-      key: of its BibTeX entry.
+      key: key of its BibTeX entry.
       authors: as BibTeX writes them.
       arxiv: its number there, where it is known.
     """

@@ -33,8 +33,8 @@ def from_hub(
     """Loads a model of the Hub: OWNER/NAME or OWNER/NAME@REVISION.
 
     Args:
-      name: of the repository, at a branch, a tag or a commit; of main without one.
-      step: of the run's checkpoint; None: the newest.
+      name: name of the repository, at a branch, a tag or a commit; of main without one.
+      step: step of the run's checkpoint; None: the newest.
       report: called with messages for the user.
 
     Raises:

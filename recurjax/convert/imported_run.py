@@ -70,9 +70,9 @@ def write_run(
       model: the parameters; of adapters what is trained of the model.
       experiment: becomes config.json.
       tokenizer: becomes tokenizer/.
-      step: of the checkpoint.
+      step: step of the checkpoint.
       parity: becomes parity.json.
-      base: of adapters, see `Manifest`.
+      base: base model of adapters, see `Manifest`.
       extra: writes further files into the folder that it is given.
 
     Raises:

@@ -44,7 +44,7 @@ def load_model(
     tensor shares its memory. A tensor of several parameters is read once for each.
 
     Args:
-      config: of the model.
+      config: config of the model.
       pieces: where its parameters are on disk.
       source: the checkpoint.
       mesh: devices that hold the parameters; None: one device.

@@ -36,12 +36,13 @@ TEXTS = ("Hello, world!", " two  spaces\n\nand lines ", "né 漢字 🌍", "it's
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """How far two sides are apart on the same token ids, in float32.
+    """The difference of two models on the same token ids, in float32.
 
     Attributes:
       against: what was compared with, and its version.
       shape: rows and tokens of the ids.
-      max_abs_difference: of the logits; relative: as a share of the largest logit.
+      max_abs_difference: largest absolute difference of the logits; `relative` is its
+        share of the largest logit.
       kl: KL(PyTorch || JAX) of the next token, mean in nats.
       top1_agreement: share of positions with the same likeliest token.
       first_differing_layer: 0 is the embedding, L + 1 the logits; None: no layer is

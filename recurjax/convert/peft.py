@@ -47,8 +47,8 @@ class _Module(NamedTuple):
     """One matrix of one layer, and its two tensors on disk.
 
     Attributes:
-      parameter, layer: of W, as a piece names them.
-      name: of the module there.
+      parameter, layer: parameter and layer that W is, as a piece names them.
+      name: name of the module in PEFT.
       expand: where B is in its tensor, which several matrices may share.
     """
 

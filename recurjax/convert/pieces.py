@@ -1,4 +1,4 @@
-"""Which part of which tensor on disk is which of our parameters, and its layout.
+"""The map between parameters and tensors on disk: parts and layouts.
 
 A table of pieces is all that tells one checkpoint format from another; reading and
 writing walk it in opposite directions and only copy numbers, so that a round trip is

@@ -19,11 +19,11 @@ from recurjax.training.run import RunDirectory, load_run
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """What a push sent, or would send.
+    """The files that a push sent, or would send.
 
     Attributes:
       files: names and sizes in bytes.
-      url: of the commit; None of a dry run.
+      url: URL of the commit; None after a dry run.
     """
 
     files: dict[str, int]
@@ -53,9 +53,9 @@ def push(
       root: the run directory.
       repository: where; its revision is the branch.
       license: see `check_license`.
-      private: of a repository that this makes.
+      private: whether a repository that this creates is private.
       dry_run: write everything aside, and send nothing.
-      step: of the checkpoint; None: the newest.
+      step: step of the checkpoint; None: the newest.
       check, python: see `to_torch`.
       report: called with messages for the user.
 

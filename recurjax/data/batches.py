@@ -1,4 +1,4 @@
-"""What a batch of tokens is."""
+"""Batches of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def join_rows(
     """Lays rows of T+1 tokens, or fewer, out as a batch: ids and their targets.
 
     Args:
-      segments: of each row's ids; not looked at where the layout has none.
+      segments: segments of each row's ids; ignored if the layout has none.
     """
     batch = empty_batch(layout)
     for r, row in enumerate(rows):

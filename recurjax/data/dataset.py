@@ -171,7 +171,7 @@ class MixtureDataset(RowsOfText):
 
     Attributes:
       config: what it was opened with; its corpus is a Mixture.
-      tokenizer: of all parts.
+      tokenizer: the tokenizer of all parts.
       parts: by their names, in the mixture's order.
       fingerprint: SHA-256 of the parts' fingerprints and all weights.
     """

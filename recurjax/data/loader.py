@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RowsOfText:
-    """What every data set of text answers alike; a task's rows differ in each."""
+    """The interface of data sets of text; a task's rows differ in each."""
 
     tokenizer: Tokenizer
 
@@ -61,12 +61,12 @@ class Loader:
 
     Attributes:
       parts: the splits drawn from.
-      weights: of the parts, from each of these steps on; the first is step 0.
+      weights: weights of the parts, from each of these steps on; the first is step 0.
       config: how rows are packed, and how far ahead batches are read.
       layout: the shape of a batch and this process' rows of it.
       in_order: one pass in order, not endless and shuffled.
-      seed: of the shuffle.
-      fingerprint: of the data, to refuse a place in other data.
+      seed: seed of the shuffle.
+      fingerprint: fingerprint of the data, to refuse a place in other data.
     """
 
     parts: tuple[Split, ...]
@@ -131,7 +131,7 @@ class Loader:
 
     @cached_property
     def _counts(self) -> list[int]:
-        """What is shuffled of each part: documents for best fit, else rows."""
+        """Counts what is shuffled in each part: documents for best fit, else rows."""
         if self.config.packing == "best_fit":
             return [len(part.document_starts()) for part in self.parts]
         # T + 1 tokens make a row of T targets; the next begins at the last of them.
@@ -167,7 +167,7 @@ class RowLoader:
       layout, in_order, seed, fingerprint: as a `Loader`'s.
       split: the name of the part drawn from.
       prefetch: batches read ahead.
-      threads: that read them.
+      threads: threads that read them.
       order: place -> number, for shuffled batches; None: all rows of a split in another
         order each epoch.
       row_length: number -> tokens of that row: a batch is then as long as its first
@@ -420,7 +420,7 @@ def _identity(
     """Returns all that the meaning of a position depends on, but the processes.
 
     Args:
-      counts: of each order that is shuffled.
+      counts: number of items in each order that is shuffled.
     """
     return {
         "data": data,

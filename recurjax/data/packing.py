@@ -34,7 +34,7 @@ class BestFit:
         """Begins at the first document of the order.
 
         Args:
-          lengths: of each document, in tokens, BOS included; at least 1.
+          lengths: lengths of each document, in tokens, BOS included; at least 1.
           order: the document that comes k-th, for any k >= 0.
           buffer: documents to choose from, at least, as long as some are to come.
           refill: how many join at a time when there are fewer.
@@ -119,7 +119,7 @@ def without_middle(
     Source: LongBench's truncation of prompts, which RAT takes over.
 
     Args:
-      ids: of a text.
+      ids: token ids of a text.
       most: how many may stay.
       first: how many of them stand at the beginning; None: half of them.
     """

@@ -1,4 +1,4 @@
-"""Which part of a mixture each row comes from: exact shares, and any row at once."""
+"""The part of a mixture that each row comes from: exact shares, random access."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class _Cycle:
     """Shares that repeat after as many rows as their weights' denominator.
 
     Attributes:
-      length: of the cycle, in rows.
+      length: length of the cycle, in rows.
       parts: which part gives each of its rows.
       earlier: for each of its rows, how many its part has given before.
       per_cycle: how many each part gives in a cycle.

@@ -71,7 +71,7 @@ def order_identity(*counts: int) -> dict[str, Any]:
     States of older versions lack the entry: they ordered small sets by the cipher too.
 
     Args:
-      counts: of each order that the rows are drawn by.
+      counts: number of items in each order that rows are drawn by.
     """
     by_table = any(count <= LARGEST_TABLE for count in counts)
     return {"shuffle": "permutation"} if by_table else {}

@@ -232,7 +232,7 @@ def validation_start(
 
     Args:
       stream: the entire corpus.
-      document_bytes: of each document, the sum of its tokens' `token_bytes`.
+      document_bytes: bytes of each document, the sum of its tokens' `token_bytes`.
       tokenizer: knows the bytes of a token.
       fraction: in [0, 1]; rounded down to a byte.
     """

@@ -33,9 +33,11 @@ class AnswerCounts(NamedTuple):
     """Correct and total answers of a batch, counted three ways.
 
     Attributes:
-      right, total: of each row.
-      position_right, position_total: of each place, over the rows.
-      class_right, class_total: of each token that was the answer, over the rows.
+      right, total: right answers and all answers of each row.
+      position_right, position_total: right answers and all answers at each position,
+        over the rows.
+      class_right, class_total: right answers and all answers by the token that was the
+        answer, over the rows.
     """
 
     right: Int[Array, " B"]
@@ -101,7 +103,7 @@ def by_pieces(
     """Applies `read` to a few places of all rows at a time, as many as logits fit.
 
     Args:
-      read: of as many arrays; returns a tree of arrays [B, places].
+      read: function of as many arrays, which returns a tree of arrays [B, places].
       arrays: alike in B and T; the first ones are states that become logits.
     """
     B, T = arrays[0].shape[:2]
@@ -175,9 +177,9 @@ def accuracy(
     """Adds batches up.
 
     Args:
-      counts: of each batch.
-      labels: of each batch's rows; rows beyond those given are padding, which asks
-        nothing.
+      counts: counts of each batch.
+      labels: labels of each batch's rows; rows beyond those given are padding, which
+        has no answers.
 
     Raises:
       ValueError: no row has a target.
@@ -249,9 +251,9 @@ def plot_by_slice(
     """Draws a field for each kind of slice, with a curve for each model.
 
     Args:
-      curves: of each model by its name, what `curves_of` found; alike in their kinds.
+      curves: the result of `curves_of` for each model, by name; all of the same kinds.
       png: written atomically.
-      trained: tokens a row in training, a line where places or lengths are drawn.
+      trained: tokens per row in training, a line where places or lengths are drawn.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

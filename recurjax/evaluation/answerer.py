@@ -1,4 +1,4 @@
-"""What a model writes after prompts: the engine of evaluations that generate."""
+"""Continuations of prompts, for evaluations that generate."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +43,10 @@ class Answerer:
     Attributes:
       model: any variant, laid out on `mesh`, its weights as they are multiplied (see
         `in_compute_dtype`).
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
       mesh: None: one device.
       rows: read at a time.
-      seed: of what is drawn.
+      seed: seed of the sampling.
       report: called with the number of questions done since the last call.
     """
 

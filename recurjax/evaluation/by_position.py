@@ -50,7 +50,7 @@ def loss_by_position(
       stretch: positions that share one figure; the last may have fewer.
       chunks: see `token_losses`.
       between: called after each batch.
-      mesh: that the sums are gathered over; None: one device.
+      mesh: the mesh that the sums are gathered over; None: one device.
 
     Raises:
       ValueError: stretch < 1, or there is nothing to predict.
@@ -86,12 +86,12 @@ def loss_by_position(
 def plot_by_position(
     curves: Mapping[str, Sequence[Stretch]], png: Path, *, trained: int
 ) -> None:
-    """Draws one curve a model, and a line at the length of training.
+    """Draws one curve per model, and a line at the training length.
 
     Args:
       curves: by the name that the legend shows.
       png: written atomically.
-      trained: tokens a row in training.
+      trained: tokens per row in training.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 

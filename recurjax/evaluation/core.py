@@ -130,7 +130,7 @@ def core_of(
       tokenizer: its BOS, or else its EOS, precedes each prompt.
       tasks: see `read_tasks`.
       limit: items a task; None: all.
-      mesh: of the model; None: one device.
+      mesh: mesh that holds the model; None: one device.
       rows: read at a time.
       report: called with the reading and each of its tasks' scores.
       journal: keeps the pairs' scores; None: nothing does.
@@ -285,7 +285,7 @@ def score_core(
 def shuffled(task: CoreTask, limit: int | None) -> CoreTask:
     """Returns a task with its items in the fixed random order, at most `limit`."""
     items = list(task.items)
-    # A generator of its own: Python's global one may have been seeded otherwise.
+    # A separate generator: Python's global one may have another seed.
     random.Random(SHUFFLE_SEED).shuffle(items)
     return dataclasses.replace(task, items=tuple(items[:limit]))
 

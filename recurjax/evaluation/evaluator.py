@@ -27,17 +27,17 @@ APART = "continuations encoded alone: a token would reach over the join"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """What is evaluated. Every process of a mesh has one and calls it alike.
+    """A model under evaluation; all processes of a mesh call it with the same input.
 
     Attributes:
       model: any variant, laid out on `mesh`.
-      tokenizer: of the model.
-      step: of its checkpoint.
+      tokenizer: tokenizer of the model.
+      step: training step of its checkpoint.
       mesh: None: one device.
       rows: read at a time.
       window: tokens that are read at once where a text is longer than that.
       bos: put the tokenizer's BOS, if it has one, before each context.
-      seed: of what is drawn.
+      seed: seed of the sampling.
       journal: keeps answers until the evaluation is over.
       notes: how many items were read in an unusual way, such as `APART`.
       left_out: what was not scored, and why; the other items were.
@@ -66,7 +66,7 @@ class Evaluator:
             return replace(self._scorer, report=done)(pairs, self.journal)
 
     def answers(self, questions: Sequence[Question], *, name: str) -> list[str]:
-        """Goes on after prompts and returns the texts in their order."""
+        """Continues prompts and returns the texts in their order."""
         with progress_bar(name, len(questions)) as done:
             return replace(self._answerer, report=done)(questions, self.journal)
 

@@ -1,4 +1,4 @@
-"""What early exits cost and save: scores every rule over complete rows of a text.
+"""The cost and gain of early exits: scores every rule over full rows of a text.
 
 Scoring is teacher-forced: each token leaves the loops where its rule says so and is
 scored by the prediction at that loop. Its keys and values at deeper loops come from its
@@ -53,12 +53,12 @@ class ExitScore(NamedTuple):
     """One rule at one threshold.
 
     Attributes:
-      threshold: of "static" the loop; of "oracle" 0.
+      threshold: threshold of the rule; for "static" the loop, for "oracle" 0.
       loops: a token, mean.
       agreement: share of tokens whose likeliest successor is the full model's.
       loss: nats per token.
       bits_per_byte: as of `Score`.
-      tokens: that were predicted.
+      tokens: tokens that were predicted.
     """
 
     rule: Rule
@@ -190,7 +190,7 @@ def fit_exit_head(
     loop.
 
     Args:
-      rate: of Adam.
+      rate: Adam's learning rate.
     """
     stack = exits_of(model)
     # None for the deepest loop, after which there is nothing left to skip. From zero: a

@@ -255,7 +255,7 @@ class HarnessModel(TemplateLM):
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Goes on after prompts as each request says."""
+        """Continues prompts as each request specifies."""
         questions = [self._question(*request.args) for request in requests]
         return self.evaluator.answers(questions, name="answers")
 
@@ -331,7 +331,8 @@ def evaluate_harness(
       include: a folder with further tasks; None: none.
       longbench: LongBench's folder of files, for its offline tasks; None: there are
         none.
-      haystack: of the tasks offline_niah_...; None: the text in the package.
+      haystack: text that hides the needles of offline_niah_...; None: the text in the
+        package.
       tokenizer: the run's folder of a tokenizer, for the harness' own tasks of RULER.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How far a model follows HashHop's chains: read with the answers, or generated.
+"""The share of a HashHop chain that a model follows, scored or generated.
 
 The score of both is h_gq, the longest right beginning of the chain over its length:
 greedy generation is right for as long as each likeliest token after the right ones is.
@@ -45,9 +45,9 @@ def read_chains(
     Args:
       model: any variant, of bytes.
       batches: the task's rows, on the model's mesh.
-      task: that made them.
+      task: the task that made them.
       objective: how the model is run.
-      mesh: that counts are gathered over; None: one device.
+      mesh: the mesh that counts are gathered over; None: one device.
     """
     # Bytes of one element of a chain, as the task writes it.
     element = len(" = ") + task.size
@@ -69,7 +69,7 @@ def generated_chains(evaluator: Evaluator, data: TaskData) -> list[float]:
 
     Args:
       evaluator: any model of text; its own tokenizer reads the problem.
-      data: whose task is a HashHop.
+      data: data whose task is a HashHop.
     """
     task, encode = data.task, evaluator.tokenizer.encode
     assert isinstance(task, HashHop)

@@ -28,7 +28,7 @@ AS_CALLED = NextToken()
 
 
 class Score(NamedTuple):
-    """How well a model predicts a text.
+    """A model's losses on a text.
 
     Attributes:
       loss: nats per token.
@@ -36,11 +36,11 @@ class Score(NamedTuple):
       bits_per_byte: nats of the tokens that stand for text, over ln 2 times their
         bytes. Special tokens count no bytes, and their nats are left out.
       tokens: predicted.
-      bytes: that they stand for.
+      bytes: bytes that they stand for.
       accuracy: how often the likeliest token is the answer, of a task's rows.
       passes: bits per byte of each pass of an objective that makes several over the
         text, the first over all of it, the others each over a part; else none.
-      parts: of a mixture, the scores of its parts by their names.
+      parts: scores of the parts of a mixture, by name.
     """
 
     loss: float
@@ -65,7 +65,7 @@ class Score(NamedTuple):
         return named if self.accuracy is None else named | self.accuracy.metrics()
 
     def sentence(self) -> str:
-        """Says the figures that matter, for a log."""
+        """Returns the main figures for a log line."""
         figures = [f"validation loss {self.loss:.4f}"]
         if self.bytes:
             figures.append(f"{self.bits_per_byte:.4f} bits per byte")
@@ -118,9 +118,9 @@ def score(
       objective: how the model is run: of an experiment's, the states and the pieces of
         the vocabulary.
       between: called after each batch.
-      labels: of a task's rows, batch by batch; the answers are then counted too. None:
-        the rows are text.
-      mesh: that the answers' counts are gathered over.
+      labels: labels of a task's rows, batch by batch, whose answers are then counted
+        too. None: the rows are text.
+      mesh: the mesh that the answers' counts are gathered over.
     """
     counts: list[AnswerCounts] = []
     # Bytes by token on the device, so that a batch's sums come back as four numbers.

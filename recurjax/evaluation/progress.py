@@ -1,4 +1,4 @@
-"""How far an evaluation is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of an evaluation: a bar on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def progress_bar(
     of several processes only the first one shows anything.
 
     Args:
-      name: of what is evaluated.
+      name: name of the evaluation.
       total: items in all; None: nobody knows.
     """
     if jax.process_index() > 0:

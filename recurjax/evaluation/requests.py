@@ -49,7 +49,7 @@ class RequestFile(NamedTuple):
 
     Attributes:
       task: "arc_easy/rc_0shot": the file's two parent folders.
-      version: of the task, by the config.json next to the file; None: unknown.
+      version: version of the task from the config.json next to the file; None: unknown.
     """
 
     task: str
@@ -112,7 +112,7 @@ def evaluate_requests(
 
     Args:
       limit: items, the first ones; None: all.
-      package: that has the file, with its version; None: unknown.
+      package: the package that has the file, with its version; None: unknown.
     """
     items, pairs = [], []
     for number, item in enumerate(file.items[:limit], start=1):
@@ -167,7 +167,7 @@ def evaluate_requests(
 def _figures(
     item: Item, scores: list[PairScore], bare: list[PairScore | None]
 ) -> dict[str, float]:
-    # The space that separates question and answer counts for no length.
+    # Lengths do not count the space between question and answer.
     answers = [choice.continuation.strip() or " " for choice in item.choices]
     gold, answer = scores[item.gold], answers[item.gold]
     nats = -gold.log_p

@@ -1,4 +1,4 @@
-"""What a run was evaluated on: a row a figure in `evaluations.jsonl`, and its table."""
+"""Results of a run's evaluations: rows of `evaluations.jsonl`, and their table."""
 
 import dataclasses
 import json
@@ -17,19 +17,19 @@ FILE = "evaluations.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure of one evaluation.
+    """One result of an evaluation.
 
     Attributes:
-      step: of the checkpoint.
+      step: step of the checkpoint.
       task: its name.
       metric, value: the figure and its name.
       n: how many items (of a text: tokens) it is the mean of.
       stderr: its standard error; None: not known.
       limit: the most items to evaluate; None: all.
-      seed: of the sampling; None: no sampling.
-      version: of the task.
-      package: that defines the task or has its data, with its version.
-      floor: of a task's accuracy: the best answer without matching keys.
+      seed: seed of the sampling; None: no sampling.
+      version: version of the task.
+      package: the package that defines the task or has its data, with its version.
+      floor: accuracy of the best answer that matches no keys.
       settings: whatever else changes the figure: examples shown, tokens per row.
     """
 

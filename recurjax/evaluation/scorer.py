@@ -55,14 +55,14 @@ SMALLEST_WIDTH, FEWEST_COLUMNS = 16, 4
 
 
 class Pair(NamedTuple):
-    """What is read and what is scored; both are token ids, and neither is empty."""
+    """A context and the continuation to score; both are token ids and not empty."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
 
 class PairScore(NamedTuple):
-    """How likely a continuation is.
+    """The log-probability of a continuation.
 
     Attributes:
       log_p: sum over its tokens of log p(token | all before), nats.
@@ -97,7 +97,7 @@ class Scorer:
       model: any variant, laid out on `mesh`.
       mesh: rows are sharded over its data and fsdp axes; None: one device.
       rows: read at a time, rounded up to what the mesh divides.
-      reading: of entire rows; contexts are shared only as the model is called.
+      reading: how rows are read; contexts are shared with `EXACT` only.
       share: read a context once for all its continuations. Off, each pair is a row.
       report: called with the number of pairs done since the last call.
     """
@@ -238,7 +238,7 @@ class Scorer:
                 mesh=self.mesh,
             )
             # A row of the caches for each continuation: rows may be repeated many
-            # times. Those of like length stand together, whosever they are.
+            # times. Continuations of similar length share a batch.
             flat = [
                 (row, number) for row, group in enumerate(batch) for number in group
             ]
@@ -285,7 +285,7 @@ def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
     long as the model allows.
 
     Args:
-      tokens: of the text, without BOS.
+      tokens: tokens of the text, without BOS.
       first: the token before the first one (BOS, or EOS where there is none).
       longest: positions that the model reads at once, at least 1.
     """

@@ -22,10 +22,11 @@ LARGEST = 2**30
 
 
 class Expected(NamedTuple):
-    """What an array must be.
+    """The dtype and shape that an array must have.
 
     Attributes:
-      kinds: of its dtype, numpy's letters: "iu" for integers, "f" for floats.
+      kinds: accepted kinds of dtype in numpy's letters: "iu" for integers, "f" for
+        floats.
       shape: None for a size that may be any.
     """
 

@@ -26,7 +26,7 @@ class Repository:
 
     Attributes:
       owner: a user or an organization.
-      name: of the repository.
+      name: name of the repository.
       revision: a branch, a tag or a commit.
     """
 
@@ -63,7 +63,7 @@ class Commit:
 
     Attributes:
       repository: where it is.
-      hash: of the commit.
+      hash: hash of the commit.
       files: the names of its files, and the SHA-256 of those that the Hub states.
       cache: the folder of the Hub's cache, where only that was looked at.
     """

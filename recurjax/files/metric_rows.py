@@ -8,7 +8,7 @@ from recurjax.files.json_files import parse_json
 
 
 class MetricRows(NamedTuple):
-    """What metrics.jsonl holds.
+    """The rows of metrics.jsonl.
 
     Attributes:
       rows: in the file's order, each with "step" and "kind".

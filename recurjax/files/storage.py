@@ -92,7 +92,7 @@ def open_store(url: str, *, write: bool = False) -> "Store":
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
     try:
-        # Lists of names are never kept: other processes write there too.
+        # Listings are not cached, because other processes write there too.
         system = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise UserError(
@@ -106,7 +106,7 @@ def open_store(url: str, *, write: bool = False) -> "Store":
 
 @dataclass
 class RequestCount:
-    """How many requests a store got; several threads may count at once.
+    """Counts a store's requests; several threads may count at once.
 
     A request is a call of fsspec's, which sends one over the network, or several for a
     large object.
@@ -293,9 +293,9 @@ def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
     """Returns a copy of an object as a file of this machine, fetched at most once.
 
     Args:
-      store: that holds it.
-      name: of the object, relative to the store's URL; "" for the URL itself.
-      sha256: that the content must have; None: any.
+      store: the store that holds it.
+      name: name of the object, relative to the store's URL; "" for the URL itself.
+      sha256: required checksum of the content; None: any.
 
     Raises:
       UserError: no such object, other content, or the cache cannot be written.
@@ -358,7 +358,7 @@ def sent_folder(url: str, *, last: str) -> Iterator[Path]:
     stays until the next call. If sending fails, the objects that were sent are removed.
 
     Args:
-      url: of the new folder, where no object may be.
+      url: URL of the new folder, which must hold no object.
       last: the file that is sent last and so marks the others as complete.
 
     Raises:
@@ -471,8 +471,8 @@ def _user_error(url: str, error: Exception) -> UserError:
         )
     if isinstance(error, FileNotFoundError):
         return UserError(f"{url}: there is no such bucket or object ({text[:160]})")
-    # Without any the store's package asks a cloud machine's own server, and what it
-    # says then is of that server's absence.
+    # Without credentials the store's package asks a cloud machine's metadata server,
+    # and elsewhere its error is about that server.
     bare = ""
     if _lacks_credentials(scheme):
         bare = f"; no credentials are set here either: {_CREDENTIALS[scheme]}"

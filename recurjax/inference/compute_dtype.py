@@ -44,7 +44,7 @@ def multiplied_shapes(model: Decoder) -> Decoder:
     """Returns what `in_compute_dtype` makes of a model of which only shapes are known.
 
     Args:
-      model: of ShapeDtypeStructs with their shardings.
+      model: a model of ShapeDtypeStructs with their shardings.
     """
 
     def shape(leaf: Any, dtype: Any, layout: Layout | None) -> jax.ShapeDtypeStruct:
@@ -75,7 +75,7 @@ def layout_of(name: str, axes: int) -> Layout | None:
     place, as [H E, D].
 
     Args:
-      axes: of the array, those of stacked layers included.
+      axes: number of axes of the array, with those of stacked layers.
     """
     rule = rule_of(name)
     by_head = rule.role == "matrix" and rule.inputs == 1 and len(rule.outputs) == 2

@@ -82,7 +82,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What follows each prompt, in the prompts' order.
+    """The continuation of each prompt, in the prompts' order.
 
     Attributes:
       texts: up to a stop string; empty without a tokenizer.
@@ -91,7 +91,7 @@ class Generation:
       timing: seconds and tokens per second.
       aux: what the prefill had to report, see `Decoder.prefill`, empty when exact; of
         early exits, the mean loops per token.
-      loops: of early exits, how many loops made each token; else None.
+      loops: with early exits, the number of loops that each token ran; else None.
     """
 
     texts: list[str]
@@ -189,9 +189,9 @@ def generate_tokens(
         looks for stop strings. None: 16 where text is streamed, else 64.
       prefill: "exact", or a way of the variant's own, see `Decoder.prefill`: "sweeps:N"
         reads the prompts of a latent recurrence in N parallel sweeps after a first one.
-      mesh: of the model; its data and fsdp axes shard the rows if they divide them,
-        else every device reads all. Each process must be given the same prompts and
-        gets all tokens. None: one device.
+      mesh: mesh of the model; its data and fsdp axes shard the rows if they divide
+        them, else every device reads all. Each process must be given the same prompts
+        and gets all tokens. None: one device.
       exits: let tokens leave a recursive model early; the prompts are read through all
         loops.
 
@@ -244,7 +244,7 @@ def continue_prompts(
         with or without them.
       adapters: each prompt is continued once with each of these; with several of them
         the numbers count texts, those of the first prompt first.
-      options: of `continue_requests`.
+      options: options of `continue_requests`.
 
     Raises:
       UserError, NotFinite: as `generate`.

@@ -25,7 +25,7 @@ from recurjax.types import Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig(RangeChecks):
-    """How the next token is chosen; the fields apply in this order.
+    """Sampling of the next token; the fields apply in this order.
 
     Attributes:
       repetition_penalty: divides positive and multiplies negative logits of the tokens
@@ -77,7 +77,7 @@ def requested_sampling(
 
 
 class RowSampling(NamedTuple):
-    """How the next token of each row is chosen: `SamplingConfig`s as arrays.
+    """Sampling parameters of each row: `SamplingConfig`s as arrays.
 
     They are arguments of a compiled program, so that every setting runs the same one.
 

@@ -30,8 +30,8 @@ class LowRank(NamedTuple):
       expand: B; its M outputs are flat, whatever axes W's own outputs have.
       active: columns of x A that count, the others are zero; None: all.
       scale: multiplies x A.
-      rows: of several additions, stacked in front of the axes of A and of B, the number
-        of the one that each row of x has; None: there is one for all rows.
+      rows: if several additions are stacked in front of the axes of A and of B, the
+        index of the one that each row of x uses; None: there is one for all rows.
     """
 
     reduce: Float[Array, "*several N R"]
@@ -123,7 +123,7 @@ class QuantizedWeight:
 
     @property
     def groups(self) -> int:
-        """G."""
+        """G, the number of groups."""
         return self.scales.shape[self.first + self.inputs - 1]
 
     @property

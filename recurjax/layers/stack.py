@@ -24,7 +24,7 @@ Remat = Literal["nothing", "dots", "block"]
 
 
 class PatternCache(NamedTuple):
-    """Where the rows stand, and one cache for each place in the pattern.
+    """The rows' positions, and one cache for each place in the pattern.
 
     Attributes:
       position: how many tokens each row has seen.
@@ -126,7 +126,7 @@ def layer_states(
     A scan hands on no state between its layers; two models are compared by these.
 
     Args:
-      cache: of length 0.
+      cache: a cache of length 0.
     """
 
     @jax.jit
@@ -171,7 +171,7 @@ def scan_pattern(
       groups: one cache a place, carried from layer to layer.
       places: what each place's layers are made of, the repeats on the leading axis.
       entries: which entry of its group's cache each repeat uses.
-      position: of every row, for the caches.
+      position: position of every row, for the caches.
       cached: a prefill or a decode step, not training.
       reverse: the last layer first.
 
@@ -183,8 +183,7 @@ def scan_pattern(
 
     def repeat(carry, turn):
         x, groups = carry
-        # Pinned once a turn: a scan's carry keeps one sharding, and the compiler could
-        # choose a bad one for it.
+        # A scan's carry keeps one sharding, and the compiler could choose a bad one.
         x = keep_rows_apart(x)
         parts, entry = turn
         written, outs = list(groups), [None] * len(groups)
@@ -284,7 +283,7 @@ def layers_a_turn(
 
     Args:
       unroll: as the config has it.
-      turns: of the scan.
+      turns: number of iterations of the scan.
       cached: a prefill or a decode step, not training.
     """
     if cached and x.shape[1] == 1 and target.prefers_unrolled_decode():

@@ -1,1 +1,1 @@
-"""What training makes small: cross-entropy, and divergence from other predictions."""
+"""Losses: cross-entropy, and divergence from other predictions."""

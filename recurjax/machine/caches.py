@@ -1,4 +1,4 @@
-"""Where this machine keeps what may be removed at any time."""
+"""Folders of this machine for files that may be removed at any time."""
 
 import os
 import sys

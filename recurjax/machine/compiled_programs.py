@@ -59,7 +59,7 @@ def keep() -> None:
     try:
         _make_private(folder)
     except OSError as error:
-        if VARIABLE not in os.environ:  # no home that can be written: a container
+        if VARIABLE not in os.environ:  # no writable home directory, as in a container
             return
         raise UserError(
             f"${VARIABLE}: {folder} cannot be written: {error}; name another folder, "
@@ -118,7 +118,7 @@ class ProgramCache:
         self._prune()
 
     def clear(self) -> None:
-        """Does nothing: jax asks for it where it checks what a cache holds."""
+        """Does nothing; jax calls it when it checks what a cache holds."""
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.program"

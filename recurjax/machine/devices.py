@@ -1,4 +1,4 @@
-"""What one device of each kind can do at most, and where the figures come from.
+"""Peak rates of one device of each kind, and their sources.
 
 The one table of hardware: model FLOPs utilisation reads a device's peak from it, plans
 read the rest.
@@ -24,7 +24,7 @@ class Hardware:
         shorter axis is a chain, which carries half. 0: a switch, nothing to close.
       launch: seconds that a kernel costs at least, however small; 0: not counted.
       price: US$ a device-hour, on demand; None: differs too much between vendors.
-      source: of the figures.
+      source: source of the numbers.
     """
 
     kinds: tuple[str, ...]

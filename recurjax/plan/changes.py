@@ -16,7 +16,7 @@ class PlanChange(NamedTuple):
 
     Attributes:
       option: as `recurjax plan` and `recurjax train` take it.
-      plan: of the experiment with it.
+      plan: plan of the experiment with the change.
     """
 
     option: str
@@ -31,8 +31,8 @@ def find_changes(
     Of the batch, the fewest parts that fit, or the most that were tried.
 
     Args:
-      experiment: that does not fit.
-      plan: of it.
+      experiment: the experiment that does not fit.
+      plan: plan of the experiment.
       again: plans an experiment for the same topology and program.
     """
     changes = []

@@ -222,7 +222,7 @@ def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
     """Returns the reason in the compiler's words, and the bytes that the program needs.
 
     Args:
-      error: of the compiler.
+      error: the compiler's error.
       parts: bytes of the arguments, which come on top of temporaries.
     """
     text = str(error)
@@ -315,14 +315,14 @@ class CompiledMemory:
     """Bytes on one device.
 
     Attributes:
-      parameters: of the model.
+      parameters: bytes of the model's parameters.
       optimizer: moments, counters, past losses; 0 where nothing is trained.
-      caches: of generation, given or made.
+      caches: bytes of generation's caches, as arguments or results.
       data: tokens and other arguments.
       results: arrays that are returned and share no buffer with an argument.
       temporaries: activations, gradients and work space at their peak, as the compiler
         packs them.
-      code: of the program itself.
+      code: bytes of the program itself.
     """
 
     parameters: int
@@ -335,7 +335,7 @@ class CompiledMemory:
 
     @property
     def total(self) -> int:
-        """What the device must hold while the program runs."""
+        """Bytes that the device must hold while the program runs."""
         return (
             self.parameters
             + self.optimizer

@@ -190,7 +190,7 @@ def compile_elsewhere(
     Args:
       experiment: its mesh is that to plan for.
       topology: the devices.
-      program: of the experiment.
+      program: program of the experiment.
       rows, length: see `build_program`.
       cache: a folder of earlier results, by hash of program and versions.
 

@@ -25,7 +25,7 @@ _FREE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """What a program computes on all devices together.
+    """The FLOPs of a program on all devices together.
 
     Attributes:
       products: 2 a multiplication and addition of matrix products and convolutions.

@@ -23,7 +23,7 @@ class Instruction:
 
     Attributes:
       name: without the percent sign.
-      type: of the result, with layout.
+      type: type of the result, with layout.
       opcode: what it does.
       operands: names of what it reads.
       attributes: the rest of the line.

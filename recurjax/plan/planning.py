@@ -54,17 +54,17 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the compiler's program says, and what follows.
+    """A compiled program's memory, FLOPs and traffic, and the bounds that follow.
 
     Attributes:
       experiment: its name.
       program, topology: what was compiled for what.
       mesh: sizes of the mesh's axes.
-      answer: of `compile_elsewhere`: memory, FLOPs, traffic, or why it failed.
+      answer: result of `compile_elsewhere`: memory, FLOPs, traffic, or why it failed.
       bounds: None where the program does not compile.
-      steps: of the experiment's training.
+      steps: training steps of the experiment.
       price: US$ a device-hour, or None.
-      seconds: that planning took.
+      seconds: seconds that planning took.
     """
 
     experiment: str
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def run_cost(self) -> float | None:
-        """US$ of those hours."""
+        """Cost of those hours in US$."""
         if self.run_hours is None or self.price is None:
             return None
         return self.run_hours * self.topology.devices * self.price
@@ -179,8 +179,8 @@ def make_plan(
     Args:
       experiment: its mesh is laid over the topology.
       topology: the devices.
-      program: of the experiment.
-      rows, length: of prefill and decode, see `build_program`.
+      program: program of the experiment.
+      rows, length: rows and length of prefill and decode, see `build_program`.
       price: US$ a device-hour; None: the list price, where there is one.
       cache: a folder of earlier results.
 
@@ -208,8 +208,8 @@ def find_bounds(answer: dict[str, Any], topology: Topology) -> Bounds | None:
     """Returns the bounds of a compiled program; None: it was not compiled.
 
     Args:
-      answer: of `compile_elsewhere`.
-      topology: that it was compiled for.
+      answer: result of `compile_elsewhere`: memory, FLOPs, traffic, or why it failed.
+      topology: the topology that it was compiled for.
     """
     if "traffic" not in answer:
         return None

@@ -37,12 +37,12 @@ class DeviceProgram:
     """One program, ready to be traced.
 
     Attributes:
-      function: of `arguments`, jitted.
+      function: jitted function of `arguments`.
       arguments: trees of ShapeDtypeStructs with their shardings.
       parts: the arguments again, by what they are: "parameters", "optimizer",
         "caches", "data".
-      tokens: that one call reads or makes, over all devices.
-      own_flops: of one call by the variant's own count.
+      tokens: tokens that one call reads or makes, over all devices.
+      own_flops: FLOPs of one call by the variant's own count.
     """
 
     function: Any
@@ -66,9 +66,10 @@ def build_program(
       experiment: with the batch, length and accumulation to plan for.
       name: which program; "decode" makes one token of every row, "tick" takes every
         slot of an engine over depth through one pass of a recursive model's block.
-      mesh: of the devices.
-      rows: of prefill and decode, or slots; None: 8 for each of the mesh's data shards.
-      length: of the prompts, of the cache that decode reads, or of a slot; None:
+      mesh: mesh of the devices.
+      rows: rows of prefill and decode, or slots; None: 8 for each of the mesh's data
+        shards.
+      length: length of the prompts, of the cache that decode reads, or of a slot; None:
         training's.
 
     Raises:
@@ -232,7 +233,7 @@ def _flops_of_a_tick(experiment: Experiment, loops: int, length: int) -> float:
 
 
 def _forward_flops(experiment: Experiment, rows: int, length: int) -> float:
-    """One pass forward is a third of what it takes in training."""
+    """Returns the FLOPs of a forward pass, a third of training's."""
     return rows * length * experiment.model.flops_per_token(length) / 3
 
 

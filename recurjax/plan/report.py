@@ -103,7 +103,7 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
         binding = plan.bounds.binding if plan.bounds is not None else ""
         label = f"{name} ({binding})"
         axes.plot(place, height / 1e12, "o", markersize=7, label=label)
-    axes.set_xlabel("FLOPs of products a byte of device memory")
+    axes.set_xlabel("FLOPs of products per byte of device memory")
     axes.set_ylabel("TFLOP/s a device at the bound")
     topology = shown[0][1].topology
     axes.set_title(

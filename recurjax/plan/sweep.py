@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """How a table calls it."""
+        """The candidate's name in tables."""
         axes = zip(SWEPT_AXES, self.mesh, strict=True)
         mesh = ",".join(f"{axis}={size}" for axis, size in axes if size > 1) or "one"
         return f"{mesh}  batch {self.batch}" + (
@@ -53,7 +53,7 @@ def candidates(
 
     Args:
       experiment: gives all else.
-      topology: whose devices the meshes take, all of them.
+      topology: the topology whose devices the meshes take, all of them.
       batches: rows of a step.
 
     Raises:

@@ -35,7 +35,7 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """How many devices jax sees; a TPU chip is one."""
+        """The number of jax devices; a TPU chip is one."""
         return math.prod(self.shape)
 
     @property
@@ -45,7 +45,7 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """What jax calls the kind: tpu, cuda or cpu."""
+        """The platform's name in jax: tpu, cuda or cpu."""
         return {"h100": "cuda", "cpu": "cpu"}.get(self.kind, "tpu")
 
     @property

@@ -18,7 +18,7 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`.
-      axes: of the mesh, along which devices exchange something; empty: not known.
+      axes: axes of the mesh, along which devices exchange something; empty: not known.
       count: how many are executed.
       operand: bytes that one device gives them, all together.
       sent: bytes that one device sends in them, by the ring algorithm.
@@ -72,7 +72,7 @@ _VIEWS = ("bitcast", "copy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What one device does in one call of a program.
+    """The traffic of one device in one call of a program.
 
     Attributes:
       bytes: read from and written to its memory: operands and results of every
@@ -99,7 +99,7 @@ def read_traffic(
     """Reads memory traffic and collectives of a compiled module.
 
     Args:
-      axes, sizes: of the mesh, in the order of the program's partitions.
+      axes, sizes: axes and sizes of the mesh, in the order of the program's partitions.
     """
     moved, launches, unknown = 0, 0, 0
     kernels: Counter[str] = Counter()
@@ -356,7 +356,8 @@ def read_collective(
     Args:
       instruction: with `replica_groups` or `source_target_pairs`.
       around: the computation that contains it, for the types of its operands.
-      axes, sizes: of the mesh; partition i is device i of the mesh in row-major order.
+      axes, sizes: axes and sizes of the mesh; partition i is device i of the mesh in
+        row-major order.
     """
     kind = instruction.opcode.removesuffix("-start")
     # A start's type is a tuple with the result; what a device gives is the operands'.

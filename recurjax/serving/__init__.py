@@ -1,1 +1,1 @@
-"""Models behind HTTP, in OpenAI's words."""
+"""An HTTP server with OpenAI's API."""

@@ -163,7 +163,7 @@ class Answers:
             return None
         count = self._options.top_logprobs
         tokens, logprobs, best = [*news.tokens], [*news.logprobs], [*news.top]
-        # The two routes tell probabilities in different forms.
+        # The two routes return probabilities in different forms.
         if self._chat:
             rows = []
             for token, value, row in zip(tokens, logprobs, best, strict=True):

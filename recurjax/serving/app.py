@@ -259,7 +259,7 @@ class App:
         """Returns what `read` makes of a body; it runs in the pool for a large one.
 
         Args:
-          request: whose body.
+          request: the request whose body.
           read: takes the JSON object.
           largest: bytes that the body may have.
           values: commas, brackets and texts that it may have.
@@ -369,7 +369,7 @@ class App:
                 "object": "model",
                 "created": served.created,
                 "owned_by": "recurjax",
-                # As in vLLM: what an adapter adapts.
+                # As in vLLM: the adapter's base model.
                 "parent": served.base,
                 # For the page; other clients leave unknown fields alone.
                 "recurjax": {
@@ -613,10 +613,10 @@ def check_budget(
     a prompt has at most a slot's tokens, and a text at most their bytes.
 
     Args:
-      served: of the model.
+      served: the served model.
       prompts: texts or tokens.
       n: choices of each.
-      field: of the body, for the message.
+      field: field of the body, for the message.
 
     Raises:
       RequestError: 400.

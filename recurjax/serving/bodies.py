@@ -39,8 +39,8 @@ class RequestOptions:
       top_logprobs: the most likely tokens returned at each position; None: no
         probabilities.
       token_ids: return them next to the text.
-      exits: tell by which loop each piece of it left.
-      threshold: of the server's exit rule; None: the rule's own.
+      exits: return the loop after which each piece exited.
+      threshold: threshold of the server's exit rule; None: the rule's own.
     """
 
     model: str
@@ -64,7 +64,7 @@ class RequestOptions:
         """Returns the settings of one of the n choices.
 
         Args:
-          limit: of its tokens.
+          limit: upper limit of its tokens.
           choice: its number.
           ends, adapter: the model's.
         """

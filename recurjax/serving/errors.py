@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the JSON that OpenAI's clients expect."""
+"""Errors of requests, in the JSON that OpenAI's clients expect."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What /metrics tells: engines as they are, requests as they end."""
+"""The metrics of /metrics: gauges of the engines, counters of finished requests."""
 
 import time
 from collections.abc import Callable, Iterator

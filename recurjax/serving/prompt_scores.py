@@ -23,10 +23,10 @@ MOST_AT_ONCE = 64
 
 
 class PromptScores(NamedTuple):
-    """What the model makes of a prompt, from its second token on.
+    """The log-probabilities of a prompt, from its second token on.
 
     Attributes:
-      logprobs: of each token, after those before it.
+      logprobs: log-probability of each token, given those before it.
       top: the likeliest tokens in its place, with theirs.
     """
 
@@ -56,7 +56,7 @@ class PromptScorer:
         Args:
           length: tokens that a prompt may have.
           top: how many of the likeliest tokens are returned at each position.
-          compiler_options: of XLA.
+          compiler_options: XLA's compiler options.
         """
         self._model, self._width = model, min(MOST_AT_ONCE, length)
 

@@ -24,7 +24,7 @@ MOST_CONNECTIONS = 512
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes a port, before anything dear is done; 0: any that is free.
+    """Binds a port before any costly work starts; 0: any free port.
 
     Raises:
       UserError: it is in use, or not this machine's.
@@ -160,7 +160,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with signals left alone: it would pass them on when it has ended."""
+    """uvicorn's server without its signal handlers, which would re-raise signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

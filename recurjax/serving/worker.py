@@ -17,7 +17,7 @@ from recurjax.serving.prompt_scores import PromptScorer, PromptScores
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class News:
-    """What a request has got since the last news.
+    """New output of a request since the last report.
 
     Attributes:
       text: its next piece.
@@ -39,9 +39,9 @@ class AnswerStream:
     """A request as the event loop sees it.
 
     Attributes:
-      scores: of the prompt, if requested; available before the first news.
+      scores: scores of the prompt, if requested; available before the first news.
       continues: whether the model continues the prompt, or only scores it.
-      news: of this stream and of those that were submitted with it.
+      news: news of this stream and of those that were submitted with it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Worker:
 
     Attributes:
       engine: None until it is compiled.
-      scorer: of prompts; None: there is none.
+      scorer: scorer of prompts; None: no prompts are scored.
       broken: why it stopped for good, None while it works.
       draining: takes nothing more, and ends what it has.
     """
@@ -154,7 +154,7 @@ class Worker:
         scored: bool = False,
         continues: bool = True,
     ) -> list[AnswerStream]:
-        """Takes some requests, or none of them.
+        """Submits requests, all of them or none.
 
         Args:
           scored: whether their prompts are scored.
@@ -246,7 +246,7 @@ class Worker:
             self._tell([(stream, _ended("failed")) for stream in failed])
 
     def _serve(self, engine: Engine) -> bool:
-        """Does one step, or waits for something to do; False: stop."""
+        """Runs one step, or waits for work; returns False to stop."""
         # Take all new requests before the next step; an idle engine blocks in get()
         # instead of spinning.
         while not ((engine.busy or self._scoring) and self._inbox.empty()):

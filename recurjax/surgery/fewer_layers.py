@@ -19,7 +19,7 @@ def with_evenly_kept_layers(
     """Leaves out layers of a Transformer, so that the loops divide those that stay.
 
     Args:
-      mesh: of the model and of the result; None: one device.
+      mesh: mesh of the model and of the result; None: one device.
 
     Raises:
       UserError: the model is not a Transformer, has fewer layers than loops, or has

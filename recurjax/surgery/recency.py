@@ -1,4 +1,4 @@
-"""Which heads look at what came just before: the recency ratio, and the choice by it.
+"""The recency ratio of attention heads, and the choice of local heads by it.
 
 Source: RecurFormer, section 3.1, as the specification reads it: the first key token is
 left out (much attention falls on it whatever the text says), the window is a tenth of
@@ -30,7 +30,7 @@ head, by their mean, so that every one frees its cache; layer: as many in each l
 
 
 class HeadRecency(NamedTuple):
-    """What was measured of every head.
+    """The measured recency of every head.
 
     Attributes:
       ratio: mean recency ratio over the texts.

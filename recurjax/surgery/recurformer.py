@@ -47,7 +47,7 @@ def to_recurformer(
       model: a Transformer.
       replaced: for each layer the heads to replace, ascending.
       mamba: sizes of the mixers.
-      seed: of their weights.
+      seed: seed of their weights.
 
     Raises:
       UserError: the model is not a Transformer, or these heads cannot be replaced.
@@ -58,7 +58,7 @@ def to_recurformer(
             "only heads of a Transformer can be replaced, and the model's "
             f"stack is a {type(base).__name__}"
         )
-    # What a config refuses here is a mistake in the chosen heads: one sentence.
+    # The config rejects wrong heads, which are the user's mistake.
     try:
         stack = RecurFormerConfig(transformer=base, replaced=replaced, mamba=mamba)
     except ValueError as error:
@@ -85,14 +85,15 @@ def to_recurformer(
 
 
 class Changes(NamedTuple):
-    """What replacing heads has done to a model.
+    """The effect of replaced heads on a model.
 
     Attributes:
       replaced: the heads of each layer.
       heads: how many the base has in all.
       added_parameters: the mixers' numbers less the queries and keys that went.
-      cache_share: of the base's cache at `length` tokens.
-      flops, base_flops: of the stack's training, a token of `length`, now and before.
+      cache_share: share of the base's cache at `length` tokens.
+      flops, base_flops: training FLOPs per token of the stack at `length`, after and
+        before.
     """
 
     replaced: tuple[tuple[int, ...], ...]
@@ -161,7 +162,7 @@ BATCH = 4
 
 
 class MixerFit(NamedTuple):
-    """How well one layer's mixer approximates its heads.
+    """The error of one layer's mixer against its heads.
 
     Attributes:
       layer: its number.
@@ -195,9 +196,9 @@ def fit_mixers(
       base: the Transformer.
       model: what `to_recurformer` made of it.
       texts: token ids.
-      steps: of each layer, on `BATCH` texts.
+      steps: steps per layer, on `BATCH` texts each.
       rate: the first step's.
-      seed: of the texts' order.
+      seed: seed of the texts' order.
       report: gets each layer's errors as it is done.
 
     Returns:

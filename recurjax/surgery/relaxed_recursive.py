@@ -96,8 +96,8 @@ def to_recursive(
       fused_qkv: take the factors of q, k and v side by side, so that they share A; for
         models that have them as one matrix.
       norms: how tied norms start; None: as the matrices do. Biases of linear maps do.
-      seed: of a random block, and of the drawn A where nothing is added.
-      mesh: of the model and of the result; None: one device.
+      seed: seed of a random block, and of A if the LoRA starts at zero.
+      mesh: mesh of the model and of the result; None: one device.
       advance: gets how many matrices were given their additions since the last call;
         in all as many as `matrices` counts, where the rank is not 0.
 
@@ -140,7 +140,7 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
     Each depth's matrices are W + A B, multiplied in float64.
 
     Args:
-      mesh: of the model and of the result; None: one device.
+      mesh: mesh of the model and of the result; None: one device.
 
     Raises:
       UserError: the model is not recursive, or its deeper loops read loop 1's keys and
@@ -281,7 +281,7 @@ _FUSED = ("q", "k", "v")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """How the parts start: see `to_recursive`."""
+    """How the parts are initialized: see `to_recursive`."""
 
     init: BlockInit
     adapters: Literal["svd", "zero"]
@@ -304,7 +304,7 @@ class RecursiveParts:
 
         Args:
           model: the Transformer.
-          config: of the recursive model.
+          config: config of the recursive model.
           advance: see `to_recursive`.
         """
         self._advance = advance
@@ -535,7 +535,7 @@ class Energy(NamedTuple):
     """The distance of one depth's matrix from the shared one, and the recovered share.
 
     Attributes:
-      depth: of the layer, from 0.
+      depth: depth of the layer, from 0.
       name: q, k, v, out, up, gate or down.
       residual: Frobenius norm of W_l - W'.
       kept: share of its square that the addition has; 1 where there is no residual.

@@ -1,4 +1,4 @@
-"""How the processes of a run agree on what only one of them saw or decided.
+"""Agreement of a run's processes on what only one of them saw or decided.
 
 Each function must be called by every process at the same point. With one process
 nothing is sent.

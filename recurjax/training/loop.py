@@ -42,12 +42,12 @@ _IN_FLIGHT = 2  # Steps given to the device before the host waits for the oldest
 
 
 class TrainingResult(NamedTuple):
-    """How a call of `train` ended.
+    """The outcome of a call of `train`.
 
     Attributes:
       outcome: "finished", or stopped by SIGTERM ("terminated") or by Ctrl-C.
       step: the last step done; its checkpoint is on disk.
-      score: of this call's last evaluation, if it made one.
+      score: score of this call's last evaluation, if it made one.
       sample: the last continuation of the first of `evaluation.sample_prompts`.
       model: the trained parameters.
       compile_seconds: until the first step of this call was done.

@@ -40,7 +40,7 @@ Metrics = dict[str, Scalar]
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What of an `Experiment` makes a step; a bench has no data and gives only this.
+    """The parts of an `Experiment` that determine a step; a bench has no data.
 
     Attributes:
       model, training, optimizer, schedule, objective: as an experiment's.
@@ -69,7 +69,7 @@ class Step:
     """A training step on one mesh. Calling it runs the compiled program.
 
     Attributes:
-      mesh: that it runs on.
+      mesh: the mesh that it runs on.
       state, batch: what it takes, as trees of ShapeDtypeStructs with their shardings.
       frozen: the same of the objective's frozen model; None without one.
       update: (state, batch, frozen) -> (state, metrics), not compiled: to trace inside
@@ -119,7 +119,7 @@ def build_step(
 
     Args:
       experiment: the run's configuration.
-      mesh: of real devices or of planned ones.
+      mesh: mesh of real or planned devices.
       peak: learning rate in place of `optimizer.learning_rate`; it may be traced, so
         that one program (of `update`) serves runs at several rates.
       data_changes: see `train_step`.

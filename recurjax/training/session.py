@@ -1,4 +1,4 @@
-"""What a run has open: data, devices, checkpoints, and the state to start from."""
+"""A run's open resources: data, devices, checkpoints, and the initial state."""
 
 from collections.abc import Callable
 from functools import partial
@@ -119,17 +119,15 @@ class Session:
         if (note := lossy_note(self.dataset)) is not None:
             report(note)
         tree = to_nested_dict(expected)
-        # What the spike rule remembers may be of another window, or of a version that
-        # remembered less: then it begins again.
+        # The spike rule starts over if its state has another window, or is of a version
+        # that stored less.
         restored = self._checkpoints.restore(tree, report=report, optional=_WINDOW)
         reached = 0 if restored is None else restored.step
-        # Fewer steps than were done: an older checkpoint would have to be chosen by
-        # hand.
+        # The run has done more steps: the user has to choose an older checkpoint.
         if reached > self.experiment.training.steps:
             raise UserError(
                 f"{self.directory.root} is at step {reached} already, and "
-                f"--training.steps is {self.experiment.training.steps}: set it to "
-                "more"
+                f"--training.steps is {self.experiment.training.steps}: raise it"
             )
         if restored is not None:
             # The data continues after the last batch that was trained on.

@@ -137,9 +137,9 @@ def _gradient(
     """Returns the gradient of the full batch, and the objective's metrics.
 
     Args:
-      counts: of an objective that is the mean of several means: the targets of each. It
-        is then called with `shares`, the fractions of the full batch's targets that a
-        part has, by which it multiplies the part's means. None: it is one mean.
+      counts: counts of an objective that is the mean of several means: the targets of
+        each. It is then called with `shares`, the fractions of the full batch's targets
+        that a part has, by which it multiplies the part's means. None: it is one mean.
     """
     differentiate = jax.value_and_grad(objective, has_aux=True)
     if accumulation == 1:
@@ -206,7 +206,6 @@ def whole_model(trained: Any, model: Decoder) -> Decoder:
 
 def check_trained_part(model: Decoder, pattern: str | None) -> None:
     """Raises UserError for a pattern that no parameter's name matches."""
-    # Something to train is found, or every name is taken.
     if pattern is None or jax.tree.leaves(trained_part(model, pattern)):
         return
     paths = jax.tree_util.tree_leaves_with_path(model)

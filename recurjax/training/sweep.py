@@ -28,17 +28,17 @@ from recurjax.training.spikes import Diverged
 
 
 class Reached(NamedTuple):
-    """What a finished run reached, or how far one came that diverged.
+    """The results of a run that finished or diverged.
 
     Attributes:
-      name: of the experiment, whatever the seed.
-      seed: of the init and of the order of the rows.
+      name: name of the experiment, whatever the seed.
+      seed: seed of the init and of the order of the rows.
       parameters: in all.
       tokens: trained on.
-      flops: of training, as the model counts them.
+      flops: training FLOPs, as the model counts them.
       loss: validation, in nats per token; None: the run diverged.
       bits_per_byte: validation; None likewise, and of a task's symbols.
-      tokens_per_second: of training, without compilation and evaluations.
+      tokens_per_second: training rate, without compilation and evaluations.
       diverged: whether the run ended so, see `Diverged`.
     """
 
@@ -95,7 +95,7 @@ def trained_further(
 
     Args:
       start: a run directory with its tokenizer, converted or imported.
-      name: of the new run.
+      name: name of the new run.
       text: UTF-8; its last tenth is for validation.
       tokens: to train on.
       batch: B.
@@ -176,7 +176,7 @@ def sweep(
 def sweep_and_print(
     experiments: Sequence[Experiment], root: Path, *, seeds: int = 1
 ) -> int:
-    """Does what a script of a small set does: `sweep`, then the table on stdout.
+    """Runs `sweep`, then prints the table.
 
     Returns:
       The process's exit status: 0, also when a run diverged, or 130 when one was
@@ -229,7 +229,7 @@ def _read_diverged(experiment: Experiment, root: Path) -> Reached:
 
 
 def markdown(reached: Sequence[Reached]) -> str:
-    """Returns a Markdown table: a row a name, over its seeds the mean and the spread.
+    """Returns a Markdown table: a row per name, with the mean and spread over seeds.
 
     The spread is the highest less the lowest; a single run has none. Diverged runs are
     listed among the seeds but not counted. Where all rows are symbols, which have no
@@ -282,11 +282,11 @@ def tell(
 
 
 def table_of(what: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Returns a Markdown table: a row a name, mean over seeds and (lowest, highest).
+    """Returns a Markdown table: a row per name, mean over seeds (lowest, highest).
 
     Args:
       what: heads the column of names.
-      results: of each name, the figures of each seed by the columns' names.
+      results: for each name, the results of each seed by the columns' names.
     """
     # Over all seeds of all names: an unfinished set lacks some.
     rows = [row for seeds in results.values() for row in seeds]

@@ -1,1 +1,1 @@
-"""One folder a paper: its configuration, equations, parameters and README."""
+"""One folder per paper: its configuration, equations, parameters and README."""

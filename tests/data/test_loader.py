@@ -288,7 +288,7 @@ def test_a_closed_iterator_ends_its_threads(many):
 
 @pytest.mark.parametrize("kind", TRAINING)
 def test_a_batch_reads_each_of_its_tokens_once(many, kind, monkeypatch):
-    """Some 3 million tokens a second on two idle cores hang on it, and on no clock."""
+    """3 million tokens per second on two idle cores depend on it; no clock is read."""
     read, real = [], MemoryStream.read
 
     def counted(stream, spans):

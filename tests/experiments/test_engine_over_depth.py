@@ -40,7 +40,7 @@ def test_every_policy_has_a_row(quick_compilation, tiny):
     )  # the same tokens in each queue
     summary = bench.summary(rows)
     assert (
-        summary.splitlines()[3].startswith("propagate: ") and "bits a byte" in summary
+        summary.splitlines()[3].startswith("propagate: ") and "bits per byte" in summary
     )
 
 

@@ -149,6 +149,6 @@ def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch
     assert smollm2.main(words) == 0
     said = capsys.readouterr().out.splitlines()
     rows = [line for line in said if line.startswith("|")]  # conversions speak too
-    assert rows[0].startswith("| held-out nats a token | start | 256 tokens |")
+    assert rows[0].startswith("| held-out nats per token | start | 256 tokens |")
     names = [row.split("|")[1].strip() for row in rows[2:]]
     assert names == ["b2_random", "b2_stepwise_tied", "b2_rank2_svd"]

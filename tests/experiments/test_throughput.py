@@ -20,7 +20,7 @@ def throughput():
 
 
 def test_gemmas_throughput_is_the_papers(throughput):
-    """1,622 and 3,159 tokens a second from 0.616 and 0.265 ms and 1.195 loops."""
+    """1,622 and 3,159 tokens per second from 0.616 and 0.265 ms and 1.195 loops."""
     draw = np.random.default_rng(0)
     exits = 1 + (draw.random((500, 200)) < 0.195).astype(int)
     queue = throughput.draw_queue(exits, samples=20_000)

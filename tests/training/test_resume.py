@@ -70,7 +70,7 @@ def test_a_run_past_its_last_step_is_refused_and_left_as_it_was(
     shorter = changed(constant, training={"steps": 4, "log_every": 7})
     session = Session(shorter, tmp_path)
     try:
-        with pytest.raises(UserError, match="is at step 5 already, .* is 4: set"):
+        with pytest.raises(UserError, match="is at step 5 already, .* is 4: raise"):
             session.start(print)
     finally:
         session.close()

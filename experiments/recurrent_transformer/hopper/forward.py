@@ -44,7 +44,7 @@ _APART = 32
 
 
 class _TileStages(NamedTuple):
-    """What a tile's positions computed."""
+    """The results of a tile's positions."""
 
     z: Float[Array, "b B D"]
     attended: Float[Array, "b B HE"]

@@ -1,4 +1,4 @@
-"""How the persistent kernel is cut: its programs' stages, their order, their memory.
+"""The division of the persistent kernel: its programs' stages, order and memory.
 
 The kernel is a pipeline. A program has one block of one of the layer's weights, and so
 one stage of a position's work for all rows; 64 rows at a time go from stage to stage.
@@ -100,7 +100,7 @@ class WidthCut(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """What a program of 16-bit weights takes of shared memory."""
+        """Returns the shared memory of a program with 16-bit weights."""
         weight = 2 * self.columns * self.depth
         chunks = WORKERS * RING
         barriers = _BARRIER_BYTES * (1 + chunks)
@@ -117,7 +117,7 @@ class RowTask(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What a call's kernels have in common.
+    """The settings that all kernels of a call share.
 
     A worker goes through ticks and does at each what the tick has for it: attention of
     a block of rows, then its stage of an earlier one. What it waits for belongs to
@@ -126,12 +126,12 @@ class Launch:
     waiting alone decides.
 
     Attributes:
-      blocks: of 64 rows.
-      loaded: of the 64, those that are read.
+      blocks: number of blocks of 64 rows.
+      loaded: number of the 64 rows that are read.
       played: programs that one instance of the grid plays one after the other: one on
         a device; all of them in the interpreter, which runs a grid's instances one
         after the other and has no semaphores.
-      workers: of an instance.
+      workers: number of workers of an instance.
       interpret: False, or the interpreter's parameters.
     """
 
@@ -201,7 +201,7 @@ class Launch:
 
 
 class Arrivals(NamedTuple):
-    """How far a block's counter of a kind must have grown."""
+    """The value that a block's counter of a kind must reach."""
 
     kind: Any
     times: Any

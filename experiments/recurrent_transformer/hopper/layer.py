@@ -47,8 +47,8 @@ def hopper_layers(
 
     Args:
       tile: positions of one launch, at most; None: 16 for up to 64 rows, else 32.
-      programs: of one launch, at most; None: as many as the GPU has multiprocessors,
-        off a GPU as an H100 has.
+      programs: programs of one launch, at most; None: as many as the GPU has
+        multiprocessors, or without a GPU as an H100 has.
       interpret: False, or the parameters of jax's interpreter of Mosaic GPU kernels.
 
     Returns:

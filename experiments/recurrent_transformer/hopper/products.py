@@ -43,7 +43,7 @@ class RowWorker(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a program has; each a number that the program finds out when it runs."""
+    """A program's role, numbers that it computes when it runs."""
 
     stage: Any  # 0 to 4, in the order of `WidthCut.stages`
     group: Any

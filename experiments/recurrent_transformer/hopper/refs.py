@@ -1,4 +1,4 @@
-"""What the persistent kernel reads, writes and holds on chip, by name.
+"""The persistent kernel's inputs, outputs and on-chip arrays, by name.
 
 Rows B are padded to full blocks of 64; P is the number of programs, V of those that one
 instance of the grid plays, C a program's columns, G the groups of a stage.
@@ -96,7 +96,7 @@ def _fold(
 
 
 class TileInputs(NamedTuple):
-    """What the kernel reads of a tile: its rows, and the softmax after its prefix."""
+    """The kernel's inputs for a tile: its rows, and the softmax after its prefix."""
 
     q: Any  # [b, B, H E]
     x: Any  # [b, B, D], float32
@@ -106,7 +106,7 @@ class TileInputs(NamedTuple):
 
 
 class TileOutputs(NamedTuple):
-    """What the kernel writes, and from `raw_k` on what programs tell one another."""
+    """The kernel's outputs, and from `raw_k` on what programs exchange."""
 
     z: Any  # [b, B, D], float32
     attended: Any  # [b, B, H E]

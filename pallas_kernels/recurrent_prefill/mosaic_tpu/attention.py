@@ -62,7 +62,7 @@ class Stacked(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Which slots a row's queries see, and the slot of query 0."""
+    """The slots that a row's queries see, and the slot of query 0."""
 
     stop: Any
     query: Any
@@ -104,8 +104,8 @@ def attend_chunk(
     Args:
       pairs: keys and values, [PAIR, chunk, H E]; values beyond the prefix are 0.
       first: the slot of the chunk's first pair.
-      spans: of each row, or one for all.
-      same: of each row, which pairs are of which query's document; None: all of all.
+      spans: spans of each row, or one for all.
+      same: for each row, which pairs are of the query's document; None: all.
     """
     keys_ref, values_ref = pairs
     shape = (b * groups[0].heads, keys_ref.shape[1])
@@ -202,7 +202,7 @@ def _repeated(numbers: Float[Array, "M lanes"], width: int) -> Float[Array, "M w
 
 
 class Filled(NamedTuple):
-    """What a cache holds before the call, rows at positions of their own."""
+    """The contents of a cache before the call, with rows at different positions."""
 
     keys: Any  # [B, S, H E] in HBM, full chunks; slots beyond `start` mean nothing
     values: Any  # [B, S, H E] in HBM

@@ -180,8 +180,8 @@ def mosaic_kernels(launch: Launch, segments: Int[Array, "T B"] | None) -> Kernel
     """Returns the parts of the backward loop; attention across tiles is XLA's.
 
     Args:
-      segments: documents, T full tiles and B full programs; None: one a row. With them
-        position 0 is the call's first.
+      segments: documents, T full tiles and B full programs; None: one per row. With
+        segments, position 0 is the call's first.
     """
     return Kernels(
         later_queries_backward=partial(
@@ -193,7 +193,7 @@ def mosaic_kernels(launch: Launch, segments: Int[Array, "T B"] | None) -> Kernel
 
 
 class TileInputs(NamedTuple):
-    """What the kernel reads of a tile and a layer; `rows` of the batch at a time."""
+    """The kernel's inputs for a tile of a layer, `rows` rows of the batch at a time."""
 
     segments: Any  # int32 [b, rows, 1], documents, or None
     q: Array  # [b, rows, H E]
@@ -223,7 +223,7 @@ class TileInputs(NamedTuple):
 
 
 class TileOutputs(NamedTuple):
-    """What the kernel writes of a position: see `PositionGradients`, and do."""
+    """The kernel's outputs for a position: see `PositionGradients`, and do."""
 
     dy: Any  # [rows, D], float32
     dz: Any  # [rows, D]
@@ -420,7 +420,7 @@ def _later_in_tile(inputs, outputs, scratch: TileScratch, block, t, spec: LayerS
 
 
 def _mlp_back(dz: Float[Array, "rows D"], inputs: TileInputs, outputs: TileOutputs):
-    """Takes dz back through the MLP, a block of its inner columns at a time."""
+    """Propagates dz back through the MLP, a block of its inner columns at a time."""
     F, pre_width = inputs.w_down.shape[0], inputs.w_in.shape[1]
     width = block_of_columns(F)
     dnormed = jnp.zeros(outputs.dnormed_y.shape, jnp.float32)

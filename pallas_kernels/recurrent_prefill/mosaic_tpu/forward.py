@@ -43,7 +43,7 @@ from pallas_kernels.recurrent_prefill.tiles.layout import Vectors, queries_and_p
 
 
 class LayerInputs(NamedTuple):
-    """What the kernel reads; the shapes are those of one position's blocks."""
+    """The kernel's inputs; shapes are those of one position's blocks."""
 
     q_rows: Array  # [B, T, H E] in HBM, queries by row: a row reads its own prefix
     filled: Filled | None  # the cache before the call, if it has slots
@@ -71,7 +71,7 @@ class LayerInputs(NamedTuple):
 
 
 class LayerOutputs(NamedTuple):
-    """What a layer computed; the first three a position at a time."""
+    """A layer's outputs; the first three are written a position at a time."""
 
     z: Any  # [rows, D] of [T, B, D], float32
     attended: Any  # [rows, H E] of [T, B, H E]

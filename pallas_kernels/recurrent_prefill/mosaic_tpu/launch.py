@@ -1,4 +1,4 @@
-"""How the TPU kernels are launched: block sizes, VMEM, and arithmetic they share."""
+"""Launch of the TPU kernels: block sizes, VMEM, and shared arithmetic."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,8 +93,8 @@ def forward_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
     state = 4 * (HE + 2 * sizes.lanes)
     tile = b * rows * (2 * sizes.bytes * HE + state)
     on_their_way = sizes.bytes * HE * 2 * (PAIR * (BUFFERS * tiles.keys + b) + few * b)
-    # Blocks come twice, for the one computed on and the one on its way. Whatever else a
-    # position computes is in VMEM where the registers are too few.
+    # Blocks are double-buffered. Other values of a position spill to VMEM if there are
+    # too few registers.
     position = rows * 2 * (4 * (2 * D + sizes.lanes) + sizes.bytes * 4 * HE)
     between = rows * 4 * (4 * D + 4 * HE + 4 * COLUMNS)
     return sizes.weights + tile + few * b * state + on_their_way + position + between
@@ -125,7 +125,7 @@ def refusal_of_sizes(
     if tile not in (None, 16, 32):
         return f"runs tiles of 16 or 32 positions, got tile={tile}"
     if rows is not None and rows not in ROWS:
-        return f"runs {', '.join(map(str, ROWS))} rows a program, got rows={rows}"
+        return f"runs {', '.join(map(str, ROWS))} rows per program, got rows={rows}"
     needed = max(
         estimate(sizes, choose_tiles(sizes, tile, vmem, estimate, rows))
         for estimate in (forward_bytes, backward_bytes)
@@ -167,7 +167,7 @@ COPIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every kernel of a call has in common.
+    """The settings that all kernels of a call share.
 
     Attributes:
       vmem: bytes of VMEM that a kernel may use.

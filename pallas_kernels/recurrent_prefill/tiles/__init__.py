@@ -1,1 +1,1 @@
-"""What both Pallas backends share: layouts, the backward loop, weights' gradients."""
+"""Code of both Pallas backends: layouts, backward loop, weights' gradients."""

@@ -95,7 +95,7 @@ def old_cache_cotangents(
 
 
 class Known(NamedTuple):
-    """What the backward loop reads of the forward pass, by position.
+    """The forward pass' values that the backward loop reads, by position.
 
     Attributes:
       normed: n'(y), what the MLP reads, [L, ..., D].
@@ -129,10 +129,10 @@ class PositionGradients(NamedTuple):
     """Cotangents that the loop over positions found, float32 unless said otherwise.
 
     Attributes:
-      dy, dz: of the two residual sums, [L, ..., D].
-      dnormed_y, dnormed_z: of what the norms of y and z returned, [L, ..., D].
-      dpre: of the MLP's first product, in spec.dtype, [L, ..., p F].
-      dk, dv: of the persistent pairs, keys before rotation, [L, ..., K E].
+      dy, dz: gradients of the two residual sums, [L, ..., D].
+      dnormed_y, dnormed_z: gradients of the normed y and z, [L, ..., D].
+      dpre: gradient of the MLP's first product, in spec.dtype, [L, ..., p F].
+      dk, dv: gradients of the persistent pairs, keys before rotation, [L, ..., K E].
     """
 
     dy: Array
@@ -362,15 +362,15 @@ KernelsOf = Callable[[Active | None], Kernels]
 
 
 class LayerTape(NamedTuple):
-    """What the forward pass kept, and its cotangents, T full tiles, positions first.
+    """The forward pass' residuals and cotangents, T full tiles, positions first.
 
     Attributes:
       x: input of each layer, [L, T, B, D].
       z: output of each layer, [L, T, B, D].
       attended: [L, T, B, H E].
       lse: [L, T, H, B].
-      dz: of the last layer's output, [T, B, D].
-      dkeys, dvalues: of the persistent pairs, [L, T, B, K E], or None.
+      dz: gradient of the last layer's output, [T, B, D].
+      dkeys, dvalues: gradients of the persistent pairs, [L, T, B, K E], or None.
       segments: documents, [L, T, B], or None.
       rotary: cos and sin, [L, T, B or 1, 1, rope_width / 2], or None.
     """
@@ -544,7 +544,7 @@ def run_layers_back(
             active,
             spec,
         )
-        if L > 1:  # Nothing was written for the others: it may be not a number.
+        if L > 1:  # Values of inactive layers were never written and may be NaN.
             zero = lambda g: jnp.where(_over(active, g), g, 0.0)  # noqa: E731
             gradients = jax.tree.map(zero, gradients)
         total = jax.tree.map(jnp.add, total, gradients)

@@ -1,4 +1,4 @@
-"""How rows, positions and cached pairs are laid out for the Pallas kernels.
+"""The layout of rows, positions and cached pairs for the Pallas kernels.
 
 Kernels read full programs of rows and full tiles of positions; what is added is zeros,
 which no norm makes infinite, and is cut off again.
@@ -23,11 +23,11 @@ from pallas_kernels.recurrent_prefill.equations import (
 
 
 class Active(NamedTuple):
-    """Which layers of a wavefront have a tile at a step; the others are skipped.
+    """The layers of a wavefront that have a tile at a step; others are skipped.
 
     Attributes:
       layers: 1 or 0, int32 [L]. What is computed of the others has no meaning.
-      share: of the layers that are active, on average over all steps.
+      share: share of the layers that are active, on average over all steps.
     """
 
     layers: Int[Array, " L"]
@@ -38,7 +38,8 @@ class Active(NamedTuple):
         """Returns those of a step at which each layer is at tile `index`.
 
         Args:
-          tiles: that a layer has; before the first and after the last one it is idle.
+          tiles: tiles that a layer has; before the first and after the last one it is
+            idle.
 
         Returns:
           None for a single layer, which is never idle.

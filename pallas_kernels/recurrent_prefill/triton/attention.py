@@ -107,7 +107,7 @@ def attend_prefix(
 
 
 class PrefixRefs(NamedTuple):
-    """What a program reads, then writes: one row and query head of a tile."""
+    """A program's inputs, then outputs: one row and query head of a tile."""
 
     before: Any  # [1], filled slots
     q: Any  # [b, E]
@@ -153,8 +153,8 @@ def _read(running, q, t, k, v, at, end, slope, spec):
 
     Args:
       t: positions of the queries, [n].
-      at: of the pairs, [keys]; those from `end` on, which may hold anything, are not
-        seen.
+      at: positions of the pairs, [keys]; pairs from `end` on, which may hold anything,
+        are masked.
     """
     largest, normalizer, weighted = running
     seen = at < end
@@ -218,7 +218,7 @@ def attend_earlier(
 
 
 class EarlierRefs(NamedTuple):
-    """What a program reads, then writes: one row and query head of a sub-tile."""
+    """A program's inputs, then outputs: one row and query head of a sub-tile."""
 
     first: Any  # [1], the sub-tile's first position
     q: Any  # [b, E]
@@ -257,7 +257,7 @@ def _earlier_kernel(refs: EarlierRefs, *, spec, sub):
 
 
 class TileState(NamedTuple):
-    """What the positions of a tile write, each its own slot.
+    """The arrays that the positions of a tile write, each in its own slot.
 
     Attributes:
       attended: [L, slots, B, H E], slots of a tile or of all positions.
@@ -285,8 +285,9 @@ def attend(
     """Finishes the pair of position t - 1, then attends at position t.
 
     Args:
-      pairs: of position t - 1 before k-norm, float32 [L, B, 2 K E].
-      statistics: of `pairs`, whose keys fill programs of `columns` columns.
+      pairs: pairs of position t - 1 before k-norm, float32 [L, B, 2 K E].
+      statistics: row statistics of `pairs`, whose keys fill programs of `columns`
+        columns.
       norm: scale and bias of the k-norm, [L, K E].
       state: written in place: attended and lse of t, and the pair of t - 1.
     """
@@ -347,7 +348,7 @@ def attend(
 
 
 class AttendRefs(NamedTuple):
-    """What a program of the attention step reads, then writes: rows of one key head."""
+    """The attention step's inputs, then outputs: rows of one key head."""
 
     first: Any  # [1], [1]: the position
     behind: Any

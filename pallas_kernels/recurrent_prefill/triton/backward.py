@@ -1,4 +1,4 @@
-"""The backward of a tile on GPU: seven kernels a position, attention across tiles.
+"""The backward of a tile on GPU: seven kernels per position, attention across tiles.
 
 Gradients of a tile are [L, b, B, width] and are written in place, slot by slot, so
 that the weights' gradients can be formed for the full tile at once. A norm's kernel
@@ -146,7 +146,7 @@ def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
     along, level = jax.lax.fori_loop(0, D // depth, add, (none, none))
     along, level, factor = along / D, level / D, refs.factor[t]
 
-    # The sums are known: the same rows once more, for the result.
+    # With the sums known, the same rows again for the result.
     def write(c, _):
         part = pl.ds(c * depth, depth)
         g = refs.dn[t, :, part] * refs.scale[part][None, :]
@@ -244,7 +244,7 @@ def pair_product_back(
 
     Args:
       pair: factor scale dk[t] and dv[t].
-      sums: of scale dk unit_k and of scale dk by head, [L, programs, 2, B].
+      sums: sums of scale dk unit_k and of scale dk by head, [L, programs, 2, B].
       factor: what the k-norm multiplied by, [L, b, B].
       turned: unit_k W_k^T, float32.
       level: sums of W_k over its columns.
@@ -327,7 +327,7 @@ class _PairBackRefs(NamedTuple):
     out: Any  # out, [b, rows, columns]
 
 
-# As above; what the k-norm's backward takes off comes after the product.
+# As above; the k-norm's backward subtracts its term after the product.
 def _pair_product_back_kernel(refs: _PairBackRefs, *, kind, heads, depth):
     t = refs.t[0]
     KE = refs.pair.shape[2]
@@ -428,7 +428,8 @@ def own_tile_backward(
       dk, dv: float32 [L, b, B, K E], written in place.
       pairs: persistent keys and values [L, b, B, K E].
       queries: q, do, attended [L, b, B, H E] and lse [L, b, H, B].
-      unit_k, factor, scale: of the k-norm, for what its backward needs.
+      unit_k, factor, scale: what the k-norm's backward needs: its output without scale,
+        its factor and its scale.
       delta: sums of do attended by head, of the queries behind t + 1; that of t + 1 is
         written in place.
     """
@@ -490,7 +491,7 @@ def own_tile_backward(
 
 
 class LaterQueriesRefs(NamedTuple):
-    """What a program reads, then writes: b keys of one row and key head."""
+    """A program's inputs, then outputs: b keys of one row and key head."""
 
     first: Any  # [1], the first query that counts
     at: Any  # [1], index of key 0 among the queries
@@ -542,7 +543,7 @@ def _later_queries_kernel(refs: LaterQueriesRefs, *, spec, chunk):
 
 
 class OwnTileRefs(NamedTuple):
-    """What a program reads, then writes: `rows` rows of one key head."""
+    """A program's inputs, then outputs: `rows` rows of one key head."""
 
     t: Any  # [1], the position within the tile
     keys: Any  # [b, rows, E]
@@ -575,8 +576,8 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
     at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
     later = at > t
     read = jnp.broadcast_to(later[:, :, None], (b, rows, E))
-    # The query right behind t got its do in the last step, its delta now; after the
-    # last one of the tile there is none.
+    # The query after t has its do from the last step and gets its delta here; the
+    # tile's last query has no successor.
     behind = jnp.minimum(t + 1, b - 1)
 
     def load(ref, heads):
@@ -674,7 +675,7 @@ def queries_backward(
 
 
 class QueryRefs(NamedTuple):
-    """What a program reads, then writes: the b queries of one row and query head."""
+    """A program's inputs, then outputs: the b queries of one row and query head."""
 
     before: Any  # [1], slots before the tile
     q: Any  # [b, E]

@@ -1,4 +1,4 @@
-"""The forward loop on GPU: tiles of positions, five kernels a position.
+"""The forward loop on GPU: tiles of positions, five kernels per position.
 
 A step takes one tile of each of L layers, layer l a tile behind layer l - 1 (L = 1 when
 the layers run one after the other). Its queries first attend to the prefix; then a loop
@@ -45,7 +45,7 @@ NO_PAD = ((0, 0), (0, 0))
 
 
 class TritonOutputs(NamedTuple):
-    """What L layers computed.
+    """The results of L layers.
 
     Attributes:
       z: [L, T, B, D].
@@ -78,7 +78,7 @@ def run_layers(
       keys, values: [L, B, S, K E], filled up to each row's `start`; the new pairs of
         position t go to slot start + t, and are dropped where there is none.
       start: how many positions each row has seen, [B].
-      training: that is none.
+      training: whether the call has no cache.
       run_tile: the loop through a tile.
     """
     b, L = launch.tiles.tile, w.w_kv.shape[0]
@@ -133,7 +133,7 @@ def run_layers(
 
 
 class Tile(NamedTuple):
-    """What the loop through a tile computes: z [L, b, B, D], and attention's state.
+    """The results of the loop through a tile: z [L, b, B, D], and attention's state.
 
     Its keys and values are those of the tile's positions, [L, b, B, K E].
     """
@@ -143,14 +143,14 @@ class Tile(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What positions write, and hand from one to the next; one tile after another.
+    """The buffers that positions write and read, reused for every tile.
 
     Attributes:
       z: [L, slots, B, D], slots of a tile or of all positions.
       state: attention's; its attended rows and lse have slots of their own number.
       y: [L, 1, B, D].
-      pairs: of the position before, ahead of the k-norm, float32 [L, B, 2 K E].
-      statistics: of `pairs`.
+      pairs: pair of the position before, without the k-norm, float32 [L, B, 2 K E].
+      statistics: row statistics of `pairs`.
       finished: counters of the two products that are split.
     """
 
@@ -198,7 +198,7 @@ class Buffers(NamedTuple):
         )
 
     def pairs_so_far(self) -> tuple[Array, Array]:
-        """Returns the tile's keys and values but for the last one's, [L, b, B, K E]."""
+        """Returns the tile's keys and values before the last one's, [L, b, B, K E]."""
         return self.state.keys[:, 1:], self.state.values[:, 1:]
 
 
@@ -222,7 +222,7 @@ def run_layer(
     training: bool,
     residuals: bool,
 ) -> TritonOutputs:
-    """Does what `run_layers` does for one layer, a tile after the other.
+    """Like `run_layers` for one layer, a tile after the other.
 
     Positions read x and write z in place. Except for the rows that become q, k and v,
     nothing is sliced, concatenated or padded.
@@ -300,7 +300,8 @@ def run_positions(
       tile: the tile's.
       start: how many positions each row had seen before the call.
       done: how many of the call's each layer has run before.
-      first: of the tile in x and in the buffers; None: what one layer has done.
+      first: first position of the tile in x and in the buffers; None: for one layer,
+        which is done.
     """
     spec, (b, sub) = launch.spec, (launch.tiles.tile, launch.tiles.sub_tile)
     L, B, D = tile.shape[0], *tile.shape[2:]

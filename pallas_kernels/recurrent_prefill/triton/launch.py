@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: block sizes, what calls share, blocks of arrays.
+"""Launch of the Triton kernels: block sizes, shared settings, blocks of arrays.
 
 One heuristic chooses the sizes; `refusal_of_blocks` says which no device can have.
 """
@@ -113,7 +113,7 @@ def _attend_rows(tile: int, spec: LayerSpec) -> int:
     """Returns the rows of a program whose registers hold what one of a tile reads.
 
     `own_tile_kernel` keeps three float32 blocks [b, rows, E]: at 4 rows of 32 queries
-    of 64, 192 registers a thread of 255. `attend_kernel` keeps two, of a sub-tile.
+    of 64, 192 registers per thread of 255. `attend_kernel` keeps two, of a sub-tile.
     """
     each = tile * spec.head_width * _grouping(spec)
     return max(1, min(4, _TILE_IN_REGISTERS // each))
@@ -191,7 +191,7 @@ PROGRAMS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every kernel of a call has in common.
+    """The settings that all kernels of a call share.
 
     Attributes:
       shared: bytes of shared memory that a program may have.
@@ -232,7 +232,7 @@ class Launch:
         contracted axis.
 
         Args:
-          width, contracted: of the weight.
+          width, contracted: sizes of the weight's output and contracted axes.
           programs: how many there are for each part of the columns.
         """
         rows, depth = self.tiles.rows, self.depth(contracted)
@@ -338,7 +338,7 @@ def launch_kernel(
 
 
 def _skip_idle(body: Callable, inputs: int, *refs: Any) -> None:
-    """Runs a kernel's body where the reference behind those given says so."""
+    """Runs a kernel's body if the reference after its inputs is positive."""
 
     @pl.when(refs[inputs][0] > 0)
     def _():
@@ -346,9 +346,9 @@ def _skip_idle(body: Callable, inputs: int, *refs: Any) -> None:
 
 
 def _overwrite_idle(body: Callable, inputs: int, *refs: Any) -> None:
-    """Does what `_skip_idle` does in jax's interpreter, whose branches know no program.
+    """Like `_skip_idle` in jax's interpreter, whose branches know no program.
 
-    What a program would not have written is not a number, so that no one can use it.
+    Values that a program would not have written become NaN: nothing can use them.
     """
     outputs = refs[inputs + 1 :]
     body(*refs[:inputs], *outputs)

@@ -76,7 +76,7 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     """Returns what a norm subtracts from each row and what it multiplies it by.
 
     Args:
-      width: of the full row.
+      width: width of the full row.
       columns: width of one program's part.
     """
     programs, _, rows = ref.shape
@@ -152,7 +152,7 @@ def hidden_product(
     """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F].
 
     Args:
-      columns_read: of the programs that left the statistics.
+      columns_read: columns of the programs that wrote the statistics.
       folded: whether w_in and b_in have the norm's scale and shift, which are then
         not read.
     """
@@ -389,11 +389,11 @@ def _own_columns(l, i, j):
 
 
 class ColumnSplit(NamedTuple):
-    """How the programs of an `add_product` share its result.
+    """The division of an `add_product`'s result among programs.
 
     Attributes:
-      columns: of one program.
-      splits: of the contracted axis; each has programs of its own.
+      columns: columns of one program.
+      splits: parts of the contracted axis, each with its own programs.
     """
 
     columns: int

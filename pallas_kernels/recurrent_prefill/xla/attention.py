@@ -28,7 +28,7 @@ from pallas_kernels.recurrent_prefill.xla.geometry import Geometry
 
 
 class Visibility(NamedTuple):
-    """What tells slots of one loop apart, by layer and row; None where nothing does.
+    """The masks of one loop's slots, by layer and row; None: no masks.
 
     Attributes:
       slopes: ALiBi's, [K, Q]: query heads of one key head side by side.
@@ -106,7 +106,7 @@ def bias_of_cache(
     A persistent pair is seen from later blocks, a temporary one from its own block.
 
     Args:
-      positions: of the queries, [L, T, B].
+      positions: positions of the queries, [L, T, B].
     """
     # Slot s of the persistent pairs holds position s; after them come the open block's
     # temporary pairs, which start at the block's first position.
@@ -232,7 +232,7 @@ def put(pairs: Pairs, new: Pairs, start) -> Pairs:
 
 
 def cut(pairs: Pairs, start, size: int) -> Pairs:
-    """Takes `size` slots from `start` on."""
+    """Slices `size` slots from `start` on."""
     read = jax.lax.dynamic_slice_in_dim
     return Pairs(
         read(pairs.keys, start, size, axis=4), read(pairs.values, start, size, axis=3)

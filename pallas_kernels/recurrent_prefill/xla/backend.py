@@ -42,7 +42,7 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
 
 
 class Tiling(NamedTuple):
-    """What forward and backward derive from a call."""
+    """The sizes that forward and backward derive from a call."""
 
     geometry: Geometry
     visibility: Visibility
@@ -150,7 +150,7 @@ def _put(old: Array, new: Array, slot: Array, keep: Array) -> Array:
 def positions_of_call(
     pairs: Pairs, tiling: Tiling, T: int
 ) -> tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]]:
-    """Takes the rows [L, T, B, K, E] of the call's T positions out of pairs."""
+    """Slices the rows [L, T, B, K, E] of the call's T positions from pairs."""
     k, v = (from_slots(part, tiling.phase, T, time=1) for part in to_rows(pairs))
     return k, v
 
@@ -158,7 +158,7 @@ def positions_of_call(
 def written_backward(
     call: RecurrentPrefillCall, dcache: RecurrentCache, tiling: Tiling
 ) -> tuple[tuple, RecurrentCache]:
-    """Takes the new cache's gradient back to the new pairs and the old cache."""
+    """Propagates the new cache's gradient to the new pairs and the old cache."""
     cache, spec = call.cache, call.spec
     if not cache.slots:
         return (None, None), jax.tree.map(jnp.zeros_like, cache)
@@ -175,7 +175,7 @@ def written_backward(
             temporary = positions_of_call(_as_pairs(temporary), tiling, T)
         return write(call._replace(cache=before), new, temporary)[:4]
 
-    # Writing is linear in the pairs, so it may be taken back at zeros.
+    # Writing is linear in the pairs, so its vjp may be taken at zeros.
     _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
     dold, *dpairs = pull(dcache[:4])
     # All pairs are written behind such a call: no one reads what one is made of.

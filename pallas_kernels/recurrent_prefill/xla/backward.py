@@ -109,7 +109,7 @@ def columns_of(pairs: Pairs) -> PairColumns:
 
 
 def cut_columns(pairs: PairColumns, start, size: int) -> PairColumns:
-    """Takes `size` slots from `start` on."""
+    """Slices `size` slots from `start` on."""
     read = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
     keys, values, key_rows = pairs
     return PairColumns(read(keys, axis=4), read(values, axis=4), read(key_rows, axis=3))
@@ -192,7 +192,7 @@ def transpose_queries(
 
 
 def cut_gradients(dpairs: PairGradients, start, size: int) -> PairGradients:
-    """Takes `size` slots from `start` on."""
+    """Slices `size` slots from `start` on."""
     read = partial(
         jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=4
     )
@@ -279,10 +279,11 @@ class RowGradients(NamedTuple):
     """Gradients of a tile's rows [L, b, B, ...], from which the weights' follow.
 
     Attributes:
-      dk: of the persistent keys, [..., K E].
-      dprojected: of the persistent pair's projection, [..., 2 K E].
-      dsource: of what that projection reads.
-      dz, dpre, dnormed, dy: of z, the MLP's pre-activations, its normed input and y.
+      dk: gradient of the persistent keys, [..., K E].
+      dprojected: gradient of the persistent pair's projection, [..., 2 K E].
+      dsource: gradient of that projection's input.
+      dz, dpre, dnormed, dy: gradients of z, the MLP's pre-activations, its normed input
+        and y.
     """
 
     dk: Array
@@ -506,7 +507,7 @@ def run_layers_backward(
     geometry: Geometry,
     spec: LayerSpec,
 ) -> CallGradients:
-    """Takes the gradient of the last layer's z back through all layers of `w`.
+    """Propagates the gradient of the last layer's z back through all layers of `w`.
 
     Args:
       dz: [positions, B, D]; with stages, the last one's z and the first one's x.
@@ -621,7 +622,7 @@ def run_layers_backward(
 
 
 class _Tile(NamedTuple):
-    """What the forward pass kept, by tile: rows [L, b, B, ...]."""
+    """The forward pass' residuals, by tile: rows [L, b, B, ...]."""
 
     x: Array
     z: Array

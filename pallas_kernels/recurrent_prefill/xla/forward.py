@@ -57,7 +57,7 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
 
 
 class Outcome(NamedTuple):
-    """What L layers computed, positions first.
+    """The results of L layers, positions first.
 
     z [L, T, B, D], attended [L, T, B, H E], lse [L, T, B, H].
     """

@@ -1,4 +1,4 @@
-"""Where positions are in the XLA path's loops: units, tiles, and the wavefront's skew.
+"""The geometry of the XLA path's loops: units, tiles, and the wavefront's skew.
 
 A call's T positions are cut into tiles of b positions, and a tile into units: a unit is
 what the recurrence handles at once, spec.block positions (1 for the Recurrent
@@ -132,7 +132,7 @@ def from_slots(
     *,
     time: int,
 ) -> Float[Array, "..."]:
-    """Takes the T positions back out of axis `time`; the batch is the next axis."""
+    """Slices the T positions out of axis `time`; the batch is the next axis."""
     if phase is None:
         return jax.lax.slice_in_dim(rows, 0, positions, axis=time)
     cut = lambda row, r: jax.lax.dynamic_slice_in_dim(  # noqa: E731

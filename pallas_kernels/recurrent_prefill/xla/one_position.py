@@ -118,7 +118,7 @@ def backward(
     call: RecurrentPrefillCall,
     cotangents: tuple[Float[Array, "B 1 D"], RecurrentCache],
 ) -> RecurrentPrefillCall:
-    """Returns gradients in place of the arrays; computes the step once more."""
+    """Returns the call's gradients in place of its arrays; recomputes the step."""
     x, weights, cache, _, _ = call
     dz, dcache = cotangents
 
@@ -162,7 +162,7 @@ def _queries_and_pairs(x, source, w: LayerWeights, rotary, spec: LayerSpec):
 
     Args:
       x, source: [1, B, D]: the layer's input, and what the pending pair is made of.
-      rotary: of x's rows, then of the source's.
+      rotary: rotary tables of x's rows, then of the source's.
     """
     B = x.shape[1]
     normed = pre_norm(x, (w.attention_norm_scale, w.attention_norm_bias), spec)

@@ -273,7 +273,7 @@ _LARGE = (("gemma2", 46), ("gemma3_text", 62))
 def _rope_scaling(
     short: dict[str, Any], factors: dict[str, list[float]]
 ) -> dict[str, Any] | None:
-    """Takes the keys of a rope's scaling; None: it has none."""
+    """Removes the keys of a rope's scaling and returns them; None: it has none."""
     kind = short.pop("rope.scaling.type", None)
     stated = {
         "factor": short.pop("rope.scaling.factor", None),

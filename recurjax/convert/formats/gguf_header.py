@@ -35,7 +35,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What comes before the data."""
+    """The header of a GGUF file: everything before the data."""
 
     fields: dict[str, Any]
     tensors: list[GgufTensor]

@@ -1,4 +1,4 @@
-"""What the converter reads from: named tensors on disk, one at a time."""
+"""The converter's source: named tensors on disk, read one at a time."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class TensorSource(Protocol):
 
     @property
     def where(self) -> str:
-        """What to call it in messages."""
+        """The source's name in messages."""
         ...
 
     @property

@@ -66,10 +66,11 @@ def from_hf(
       path: a directory with config.json and safetensors, or a .gguf file (needs the
         package `gguf`), whose quantised weights are expanded.
       tokenizer: a tokenizer.json or its folder instead of the checkpoint's own.
-      dtype: of parameters and activations; vectors stay float32. "keep": bfloat16
+      dtype: dtype of parameters and activations; vectors stay float32. "keep": bfloat16
         where all matrices on disk are, else float32; "float64": of activations only.
       mesh: devices that hold the parameters; None: one device.
-      ignored_keys: of config.json, which the caller knows not to change the model.
+      ignored_keys: keys of config.json that do not change the model, as the caller
+        knows.
       report: called with messages for the user: keys that were read over, a
         head that is not tied, weights that are not finite.
 

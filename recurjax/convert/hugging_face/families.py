@@ -30,10 +30,10 @@ from recurjax.convert.hugging_face.values import Values
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One row.
+    """One family of models: a row of the table.
 
     Attributes:
-      model_class: of transformers.
+      model_class: the model's class in transformers.
       rules: the keys of its config.json, in the order in which they are read.
       fixed: values that no key states: see `values.DEFAULTS`.
       outer: modules outside the layers, and what they are of ours.
@@ -62,7 +62,7 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """What every name begins with, but for the head's."""
+        """The prefix of every tensor name except the head's."""
         return self.layer.partition(".")[0] + "."
 
 

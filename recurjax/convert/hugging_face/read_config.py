@@ -16,7 +16,7 @@ from recurjax.model import ModelConfig
 
 
 class HfModel(NamedTuple):
-    """What a config.json says.
+    """A config.json as a model config.
 
     Attributes:
       architecture: its `model_type`, or that of its text model.

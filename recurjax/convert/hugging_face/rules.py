@@ -1,4 +1,4 @@
-"""How keys of a config.json and our values follow from each other, both ways.
+"""Rules that map keys of a config.json to our values, in both directions.
 
 A rule takes its keys from a file and adds to the values, and writes the same keys from
 values. What a family is, is a row of rules: `families.py`.
@@ -124,7 +124,7 @@ class KeyHeads:
     """num_key_value_heads: null means as many as query heads.
 
     Attributes:
-      default: of transformers' class, where the key is missing; None: as null.
+      default: default of transformers' class if the key is missing; None: as null.
     """
 
     default: int | None = None
@@ -201,7 +201,7 @@ class Ropes:
     differ; older versions in keys of their own and in `rope_scaling`.
 
     Attributes:
-      base: of transformers' class.
+      base: default base of transformers' class.
       fraction: its share of a head; None: all of it, and nothing else is known.
       local: its base of windowed layers, where they have one of their own.
       base_key, fraction_key: older names, next to those that all families know.
@@ -426,7 +426,7 @@ class OneWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowedLayers:
-    """Which layers see a window: `layer_types`, or what an older file says of them.
+    """Layers with a window: `layer_types`, or the equivalent keys of older files.
 
     Attributes:
       default: sliding_window where it is missing.

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint says of a model, in our words: one flat dictionary.
+"""The values of a Hugging Face config under our names: one flat dictionary.
 
 Families differ in how they call these values, which of them a config.json states, and
 which are fixed. `model_of` and `values_of` know our configs and no family.
@@ -93,7 +93,7 @@ def values_of(config: ModelConfig, *, length: int) -> Values:
     """Returns the values of a model, as far as it has them: see `model_of`.
 
     Args:
-      config: of a model whose stack is a Transformer.
+      config: config of a model whose stack is a Transformer.
       length: the longest sequence of its training, in tokens.
     """
     stack = config.stack

@@ -272,7 +272,7 @@ def to_tensors(
     Args:
       model: on one process' devices.
       pieces: the place of each parameter; together they fill each tensor.
-      dtype: of all tensors; None: each has its parameter's, the numbers unchanged.
+      dtype: dtype of all tensors; None: each keeps its parameter's dtype and values.
     """
     arrays = named(to_nested_dict(model))
     of_tensor: dict[str, list[Piece]] = defaultdict(list)

@@ -30,9 +30,9 @@ class TemplateProcess:
         """Sets the limits.
 
         Args:
-          seconds: of processor time that a template may take.
+          seconds: seconds of processor time that a template may take.
           memory: bytes of address space that the process may have.
-          characters: that a rendered text may have.
+          characters: characters that a rendered text may have.
         """
         self._seconds = seconds
         self._limits = (seconds, memory, characters)
@@ -112,7 +112,7 @@ class TemplateProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # It finds the packages that this process finds.
+            # The child imports the same packages as this process.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             # Ctrl-C is for this process, which ends the other.
             start_new_session=True,

@@ -27,9 +27,9 @@ def main(seconds: int, memory: int, characters: int) -> None:
     """Answers requests until standard input ends.
 
     Args:
-      seconds: of processor time that a request may take.
+      seconds: seconds of processor time that a request may take.
       memory: bytes of address space that the process may have.
-      characters: that a rendered text may have.
+      characters: characters that a rendered text may have.
     """
     _environment()  # imports jinja2, before files can no longer be written
     _limit(resource.RLIMIT_CORE, 0)
@@ -164,7 +164,7 @@ def _typed(value: Any, kind: type[_Hidden]) -> Any:
 
 
 class _Refused(Exception):
-    """What a template says by raise_exception."""
+    """A template called raise_exception."""
 
 
 def _refuse(message: str) -> None:

@@ -59,26 +59,26 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedManifest:
-    """What a prepared directory holds; written last.
+    """The manifest of a prepared directory, which is written last.
 
     Attributes:
-      format: of this directory; another number is refused.
+      format: format number of this directory; another number is refused.
       corpus: what it was made from, in words.
-      tokenizer_hash: of the tokenizer that made the tokens.
+      tokenizer_hash: hash of the tokenizer that made the tokens.
       vocabulary: V of that tokenizer.
-      dtype: of the tokens in the records, little endian.
+      dtype: dtype of the tokens in the records, little endian.
       block: tokens in a record.
       documents: how many.
       tokens: in all, with the BOS of each document.
-      text_bytes: of the documents, in UTF-8.
-      counted_bytes: of their tokens, by `byte_table`; 0: an earlier version did not
-        count them.
+      text_bytes: bytes of the documents, in UTF-8.
+      counted_bytes: bytes of their tokens, by `byte_table`; 0: an earlier version did
+        not count them.
       validation_fraction: as requested, a share of the bytes.
       train_tokens: the length of the training split, which comes first.
       validation_tokens: the rest.
       index_sha256: checksum of documents.npy.
       shards: the files, in order.
-      version: of recurjax, which wrote it; "": one before 0.1.0 was counted.
+      version: version of recurjax that wrote it; "": one before 0.1.0.
     """
 
     format: int

@@ -34,12 +34,12 @@ _LOCK = "lock"
 
 @dataclass(frozen=True, kw_only=True)
 class PartialState:
-    """How far a preparation had come.
+    """The state of an unfinished preparation.
 
     Attributes:
       documents: how many the following fields cover.
       starts, document_bytes: where each begins, and the bytes of its tokens.
-      tokens, text_bytes, counted_bytes: of all of them.
+      tokens, text_bytes, counted_bytes: totals of all of them.
       shards: the full files.
       tail: the tokens after the last of these, as they are stored.
     """

@@ -67,7 +67,7 @@ _AHEAD = 2
 
 
 class Written(NamedTuple):
-    """What was tokenized, with its files; the fields are those of `PartialState`."""
+    """The tokens written so far, with their files; fields as in `PartialState`."""
 
     starts: np.ndarray
     document_bytes: np.ndarray
@@ -78,7 +78,7 @@ class Written(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far `prepare` has come; `done` of `total` is the share of the corpus."""
+    """The progress of `prepare`; `done` of `total` is the share of the corpus."""
 
     done: int
     total: int
@@ -531,7 +531,7 @@ class ShardWriter:
     """Writes records to files of `per_shard` records each."""
 
     def __init__(self, folder: Path, per_shard: int, shards: tuple[Shard, ...] = ()):
-        """Goes on after the shards that are there."""
+        """Continues after the existing shards."""
         self._folder, self._per_shard = folder, per_shard
         self._shards = list(shards)
         self.records_of = 0

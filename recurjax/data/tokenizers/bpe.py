@@ -20,7 +20,7 @@ class TrainingPart:
     """The leading part of a corpus that a tokenizer may learn from.
 
     Attributes:
-      share: of the corpus, or of `used_bytes`, that is not validation; 0 to 1.
+      share: share of the corpus, or of `used_bytes`, that is not validation; 0 to 1.
       used_bytes: bytes of text, at least, that will be used of the corpus; None: all of
         it, and the share is of its size on disk.
     """
@@ -75,7 +75,7 @@ def train_bpe(
     Args:
       reading: the corpus, of which documents are read until enough are seen.
       config: the size of the vocabulary and of the text that merges are counted on.
-      part: of the corpus that is looked at.
+      part: part of the corpus to read.
 
     Raises:
       UserError: the text does not yield that many tokens.

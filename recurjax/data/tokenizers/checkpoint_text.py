@@ -1,4 +1,4 @@
-"""What a checkpoint says about text, read from every file that can say it.
+"""A checkpoint's settings about text, from every file that can have them.
 
 A Hugging Face folder spreads these facts over several files, and a GGUF file keeps them
 in its metadata. Prompts, chats, training, serving, evaluation and export all use what
@@ -57,7 +57,7 @@ class AddedToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSettings:
-    """What a checkpoint says about text beyond its tokenizer.json.
+    """A checkpoint's settings about text beyond its tokenizer.json.
 
     Attributes:
       names: the stated special tokens by role (bos_token, eos_token, pad_token,

@@ -216,7 +216,7 @@ class JsonTokenizer:
         )
 
     def restated(self) -> "JsonTokenizer":
-        """Returns a tokenizer whose definition says itself what begins a text."""
+        """Returns a tokenizer whose own definition adds the token before a text."""
         return JsonTokenizer(
             self._definition,
             settings=replace(self.settings, names=self.names, added=()),

@@ -1,4 +1,4 @@
-"""What a tokenizer is, and loading one from disk.
+"""The tokenizer interface, and loading a tokenizer from disk.
 
 Modules that need the `tokenizers` package are imported by the functions that use them.
 """

@@ -43,7 +43,7 @@ def train_nanochat_bpe(
     Args:
       reading: the corpus, of which documents are read until enough are seen.
       config: the size of the vocabulary and of the text that merges are counted on.
-      part: of the corpus that is looked at.
+      part: part of the corpus to read.
 
     Raises:
       UserError: the text does not yield that many tokens.

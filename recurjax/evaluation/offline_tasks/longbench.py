@@ -20,7 +20,7 @@ counts the prompt's tokens too, RAT's only new ones."""
 
 
 class Ends(NamedTuple):
-    """Where an answer ends: before a match of a pattern; None: nowhere.
+    """The pattern before which an answer ends; None: nowhere.
 
     Attributes:
       longbench: in LongBench's own evaluation, leading line breaks dropped.

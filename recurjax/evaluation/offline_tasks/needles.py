@@ -45,7 +45,7 @@ Kind = Literal["words", "numbers", "uuids"]
 
 
 class NeedleSetting(NamedTuple):
-    """What is hidden where, and how much of it a prompt asks for.
+    """The needles of a task, their haystack, and how many a prompt asks for.
 
     Attributes:
       haystack: "text", "noise" (one line again and again) or "needle" (others of them).
@@ -75,11 +75,11 @@ NEEDLES = {
 
 
 class Haystack(NamedTuple):
-    """What needles hide in, where that is a text.
+    """A text that hides needles.
 
     Attributes:
-      name: of the text; figures of different texts do not compare.
-      seed: of the items.
+      name: name of the text; results on different texts do not compare.
+      seed: seed of the items.
     """
 
     text: str
@@ -116,9 +116,9 @@ class NeedleTask:
     Attributes:
       task: one of `NEEDLES`.
       tokens: the most that a prompt and its answer have, by `tokenizer`, with BOS.
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
       text: the haystack where one is a text.
-      seed: of all that is drawn.
+      seed: seed of everything that is drawn.
     """
 
     task: str
@@ -222,7 +222,7 @@ class NeedleTask:
         )
 
     def _in_text(self, needles: list[str], size: int, rng: np.random.Generator) -> str:
-        # The text again and again, where it is shorter than the haystack.
+        # Repeats the text if it is shorter than the haystack.
         words = self._words
         text = " ".join((words * -(-size // len(words)))[:size])
         # The public generator asks a trained model where a sentence ends; this rule

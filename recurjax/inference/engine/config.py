@@ -90,7 +90,7 @@ _SMALLEST_PIECE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSettings:
-    """What one request asks for; none of it compiles anything.
+    """The settings of one request, none of which triggers a compilation.
 
     Attributes:
       max_new_tokens: after which it ends, if nothing ended it before.
@@ -104,7 +104,8 @@ class RequestSettings:
         prompt: their states are kept.
       logprobs: tell each token's logarithmic probability, before temperature and
         filters, and the `top_logprobs` likeliest tokens in its place.
-      threshold: of the engine's exit rule; None: the rule's own. 1: none leaves early.
+      threshold: threshold of the engine's exit rule; None: the rule's default. 1: no
+        token exits early.
       adapter: the number of its adapter, of a model that has several; 0: none.
     """
 
@@ -129,17 +130,17 @@ class RequestSettings:
 
 
 class Request:
-    """What became of a request; the engine writes in it, its owner reads.
+    """A request and its results, which the engine writes and the owner reads.
 
     Attributes:
       prompt, settings: as submitted.
       tokens: new ones so far, the stop token that ended it included.
       text: what they say, for an engine with a tokenizer; up to a stop string, and
         without what may still become one.
-      loops: that made each token, on an engine whose tokens leave early.
-      pieces: of `text` that each token added, on such an engine with a tokenizer; what
-        was held back to the end is the last one's.
-      logprobs: of each token, where the settings ask for it.
+      loops: loops that made each token, on an engine whose tokens leave early.
+      pieces: the piece of `text` that each token added, on such an engine with a
+        tokenizer; text held back to the end belongs to the last token.
+      logprobs: log-probability of each token, if the settings request it.
       top: for each token, the likeliest in its place and their logprobs.
       reason: "eos" (or another stop token), "stop" (a string), "length", "cancelled",
         "not_finite"; None while it continues.
@@ -172,12 +173,13 @@ class Request:
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What an engine has done since it started.
+    """An engine's counters since it started.
 
     Attributes:
-      read_tokens, reused_tokens: of prompts, by the model and from kept states.
+      read_tokens, reused_tokens: prompt tokens that the model read, and those taken
+        from cached states.
       new_tokens: drawn and handed out.
-      calls, steps: of the decode program, and what it ran in them.
+      calls, steps: calls of the decode program, and steps that they ran.
       ended: requests by what ended them.
       exits: tokens by the loops that made them, where they leave early; the first of a
         request is not among them, for it is drawn from its prompt.

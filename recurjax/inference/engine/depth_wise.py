@@ -24,7 +24,7 @@ class OverDepth:
     The rule's threshold is each request's.
 
     Attributes:
-      kind: of the rule.
+      kind: kind of the rule.
     """
 
     kind: RuleKind
@@ -32,7 +32,7 @@ class OverDepth:
     def weights(
         self, model: Decoder, head: ExitHead | None = None
     ) -> tuple[Any, ExitHead | None]:
-        """What the loops own, laid out for ticks, and the head of the rule "head"."""
+        """The loops' weights, laid out for ticks, and the head of the rule "head"."""
         return exits_of(model).tick_weights(), head
 
     def loops(self, model: Decoder) -> int:
@@ -44,8 +44,8 @@ class Depth(NamedTuple):
     """The loop and position of each slot's token.
 
     Attributes:
-      loop: that is run next.
-      position: of the token.
+      loop: the loop that is run next.
+      position: position of the token.
       x: the state that enters the loop; at loop 0 the token's embedding does.
       ran: how many loops the token at each position has run, where the places that are
         missing deeper are skipped; else None.
@@ -150,7 +150,7 @@ class Pipeline(NamedTuple):
 
     Attributes:
       x: the state that enters the loop; of lane 0 the embedding of `Slots.newest` does.
-      position: of the token; a deeper lane's comes earlier.
+      position: position of the token; a deeper lane's comes earlier.
       live: whether a lane holds a token.
       guess: what its successor was started from; -1: it has none yet.
       left: after how many loops that was.

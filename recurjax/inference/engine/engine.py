@@ -42,7 +42,7 @@ from recurjax.types import Array, Cache
 
 @dataclass(kw_only=True, slots=True)
 class _Reading:
-    """A prompt of which a part was read."""
+    """A prompt that is partly read."""
 
     request: Request
     cache: Cache
@@ -56,8 +56,8 @@ class _Admitted(NamedTuple):
     """Requests whose prompts were read, their first tokens still on the device.
 
     Attributes:
-      reports: of the calls that read them.
-      places: of each request its slot, and its row in `outputs`.
+      reports: reports of the prefill calls.
+      places: slot of each request, and its row in `outputs`.
     """
 
     outputs: Outputs
@@ -104,8 +104,8 @@ class Engine:
           model: any variant, with weights in the compute dtype, see `in_compute_dtype`.
           tokenizer: for texts and stop strings; its EOS is the engine's.
           eos: without a tokenizer, the token that ends a request.
-          exit_head: of the exit rule "head".
-          mesh: of the model; its data and fsdp axes shard the slots if they divide
+          exit_head: exit head of the rule "head".
+          mesh: mesh of the model; its data and fsdp axes shard the slots if they divide
             them. Each process must make the same calls in the same order, and gets all
             tokens. None: one device.
 
@@ -228,11 +228,11 @@ class Engine:
         return list(dict.fromkeys(news))
 
     def read(self) -> list[Request]:
-        """Does the first half of a step; returns requests with their first token."""
+        """Runs the first half of a step; returns requests with their first token."""
         return self._hand_out(self._fill())
 
     def decode(self) -> list[Request]:
-        """Does the second half of a step."""
+        """Runs the second half of a step."""
         return self._collect(self._launch())
 
     def check(

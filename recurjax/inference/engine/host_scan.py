@@ -272,7 +272,7 @@ class _Tape:
         """Adds a step that runs a tape of its own again and again.
 
         Args:
-          turn: of the constants, its number and the state.
+          turn: function of the constants, the iteration's number and the state.
           order: numbers of the turns.
           tested: what `test` takes before the state.
           test: whether there is another turn.

@@ -41,7 +41,8 @@ def slots_that_fit(
     Args:
       strategy: how they move on.
       free: bytes there; None: asks the device, or the host where that is a CPU.
-      mesh: whose devices may share the slots; "auto" counts on one device's memory.
+      mesh: the mesh whose devices may share the slots; "auto" counts on one device's
+        memory.
 
     Raises:
       UserError: not one slot fits, or not as many as the config names.

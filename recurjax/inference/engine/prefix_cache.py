@@ -19,11 +19,11 @@ from recurjax.types import Array, Cache
 
 
 class CachedPrefix(NamedTuple):
-    """What reading a text has left.
+    """The state after reading a text.
 
     Attributes:
-      length: of the text, in tokens.
-      cache: of one row; others begin from it, so it is never written.
+      length: length of the text, in tokens.
+      cache: cache of one row; other rows continue from it, so it is never written.
       last: the state from which the next token is predicted; None where the text's last
         token was read while decoding, which does not leave it.
     """
@@ -37,7 +37,7 @@ class PrefixCache:
     """States by their texts; the least recently used leave first.
 
     Attributes:
-      used_bytes: of all states kept.
+      used_bytes: bytes of all cached states.
       hits: texts that began from a state.
     """
 

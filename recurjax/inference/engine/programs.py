@@ -43,7 +43,7 @@ Report = dict[str, Any]
 
 
 class Programs:
-    """What runs on the device, for one model and fixed sizes.
+    """The device programs of one model at fixed sizes.
 
     Engines of the same abstract model, config and mesh share compiled programs: jax
     finds them by the function, its static options and the shapes. An argument of
@@ -51,7 +51,7 @@ class Programs:
 
     Attributes:
       adapters: how many the model has, none of them included; 0: it has not several.
-      widths: of the pieces in which prompts are read, rising.
+      widths: widths of the pieces in which prompts are read, rising.
       compile_seconds: spent on compiling so far.
     """
 
@@ -70,8 +70,8 @@ class Programs:
         Args:
           strategy: how slots move on.
           slots: how many.
-          head: of a strategy whose rule needs one.
-          mesh: of the model; its data and fsdp axes shard the slots if they divide
+          head: exit head, for a strategy whose rule needs one.
+          mesh: mesh of the model; its data and fsdp axes shard the slots if they divide
             them. None: one device.
         """
         self.compile_seconds = 0.0
@@ -95,7 +95,7 @@ class Programs:
         self._spread = mesh is None and devices > 1
         self._weights: Any = None
         self._dry = False
-        if not isinstance(strategy, SequenceWise):  # whose step wants nothing else
+        if not isinstance(strategy, SequenceWise):  # whose step needs nothing else
             self._weights = self._call(
                 "weights", _weights, model, head, strategy=strategy
             )
@@ -178,7 +178,7 @@ class Programs:
 
         Args:
           prompts: how many; the call pads to all slots.
-          width: of the longest one's piece.
+          width: width of the longest prompt's piece.
         """
         if not isinstance(self._strategy, SequenceWise) or self._config.states_gib:
             return False
@@ -389,7 +389,8 @@ def _jitted(
     """Returns a function's one jitted form with such options, whose programs jax keeps.
 
     Args:
-      shardings, tree: of the results, flattened so that they can be hashed.
+      shardings, tree: shardings and tree structure of the results, flattened so that
+        they can be hashed.
     """
     out = jax.tree.unflatten(tree, shardings)
     return jax.jit(

@@ -36,14 +36,14 @@ NO_TOKEN = -2
 
 
 class SamplingParams(NamedTuple):
-    """What one request, or each of B, asks for: `RequestSettings` as arrays.
+    """The sampling parameters of one request, or of B: `RequestSettings` as arrays.
 
     Attributes:
-      seed, stream: of its random numbers.
+      seed, stream: seed and stream of its random numbers.
       limit: how many tokens it may draw.
       stops: tokens that end it; -1 where there are fewer.
       logprobs: whether anybody looks at them.
-      threshold: that scores exceed where tokens leave early.
+      threshold: the threshold that scores exceed where tokens leave early.
       adapter: the number of its adapter; None: the model has not several.
     """
 
@@ -68,7 +68,7 @@ def sampling_params(
 
     Args:
       stops: all tokens that end it.
-      threshold: of a request that names none.
+      threshold: exit threshold of a request that sets none.
       adapters: how many the model has, none of them included; 0: it has not several.
     """
     # -1 is not a token: unused places end nothing.
@@ -93,7 +93,7 @@ class Slots(NamedTuple):
     """All slots between two calls.
 
     Attributes:
-      cache: of every token but the newest.
+      cache: cache of all tokens but the newest.
       depth: where tokens are in the stack, where a strategy leaves them there; or None.
       newest: the token that the model has not read yet.
       seen: which tokens a slot's text contains, its prompt's too.
@@ -111,12 +111,12 @@ class Slots(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What slots drew, step by step.
+    """The tokens that slots sampled, step by step.
 
     Attributes:
       tokens: `NO_TOKEN` where a slot drew none.
-      loops: that made these tokens, where they may leave early; else 0.
-      logprobs: of these tokens, where wanted.
+      loops: loops that made these tokens, where they may leave early; else 0.
+      logprobs: log-probabilities of these tokens, if requested.
       top, top_logprobs: the likeliest tokens in their place, where wanted.
     """
 
@@ -129,13 +129,13 @@ class Outputs(NamedTuple):
 
 @runtime_checkable
 class DecodeStrategy(Protocol):
-    """How slots move on: what one step runs, and what it keeps for that."""
+    """How slots advance: the program of a step and the state that it needs."""
 
     def weights(self, model: Decoder, head: ExitHead | None = None) -> Any:
         """Returns what a step needs apart from the model, such as packed weights.
 
         Args:
-          head: of a rule that has one.
+          head: exit head, for a rule that has one.
         """
         ...
 
@@ -287,10 +287,11 @@ def read_slots(
     The prompts are read on the slots' own cache: nothing is copied into it.
 
     Args:
-      slots: whose step is `SequenceWise`; None: all are free, and of `length`.
+      slots: slots whose step is `SequenceWise`; None: all are free, and of `length`.
       ids: prompts, padded on the right.
       counts: their lengths; 0: the slot reads nothing and continues as it was.
-      params: of the requests; those of slots that read nothing are ignored.
+      params: sampling parameters of the requests; those of slots that read nothing are
+        ignored.
       by: how prompts are read, see `Decoder.prefill`.
 
     Returns:
@@ -346,7 +347,7 @@ def admit(
     """Puts a request into a slot and draws its first token.
 
     Args:
-      cache, last: of its full prompt, from `read_piece`.
+      cache, last: cache and last output of its full prompt, from `read_piece`.
       prompt: its tokens, padded with V, which is not a token.
     """
     seen = jnp.zeros((1, model.config.vocabulary), bool)
@@ -427,7 +428,7 @@ def draw(
 
     Args:
       who: slots whose token has come to its end; they are active.
-      loops: that it has run.
+      loops: loops that it has run.
     """
     params = slots.params
     ids = draw_ids(

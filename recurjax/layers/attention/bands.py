@@ -56,7 +56,7 @@ def attend_in_bands(
     Kept for the gradient: inputs, o and the log-sum-exp of the logits.
 
     Args:
-      slopes: of ALiBi, which are not trained: they get no gradient.
+      slopes: ALiBi's slopes, which are constants and get no gradient.
     """
     options = BandedOptions(scale=scale, window=window, soft_cap=soft_cap)
     call = BandedCall(q, k, v, segments, slopes, options)
@@ -66,7 +66,7 @@ def attend_in_bands(
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BandedOptions:
-    """What is static of a call."""
+    """The static options of a call."""
 
     scale: float
     window: int | None
@@ -74,7 +74,7 @@ class BandedOptions:
 
 
 class BandedCall(NamedTuple):
-    """What the backend receives, see `attend_in_bands`."""
+    """The arguments of the backend, see `attend_in_bands`."""
 
     q: Float[Array, "B T H E"]
     k: Float[Array, "B T K E"]
@@ -108,7 +108,7 @@ class BandCut:
     Attributes:
       units: how many units run at once; a divisor of all.
       rows: queries of a head in a block.
-      bands: of all queries, the last one filled up with padding.
+      bands: bands of all queries; the last one is padded.
       padded: T and the padding after it.
       before, after: keys of padding in front of the first and after the last.
     """
@@ -128,8 +128,8 @@ class _BandRows(NamedTuple):
       start: position of the first query.
       t: position of each row.
       arrays: what the caller cut into blocks, [units, r, ...].
-      segments: of each row, or None.
-      slopes: of each row, or None.
+      segments: segments of each row, or None.
+      slopes: slopes of each row, or None.
     """
 
     start: Array | int
@@ -149,7 +149,7 @@ class _Keys(NamedTuple):
 
 
 class _Backend:
-    """How the frame that all ops share runs this one: differentiated, cut by a mesh."""
+    """Runs the op through the shared dispatch: gradients, and a mesh."""
 
     @staticmethod
     def supported(call: BandedCall) -> str | None:
@@ -197,7 +197,7 @@ class _Backend:
         def block(rows: _BandRows, keys: _Keys):
             q, do = rows.arrays["q"], rows.arrays["do"]
             logits, hidden, slope = units.logits(q, rows, keys)
-            # Hidden keys first: their difference may be anything.
+            # Hidden keys are masked first, because their difference may be anything.
             p = jnp.where(hidden, 0.0, jnp.exp(logits - rows.arrays["lse"][:, None]))
             dp = units.product("use,ure->usr", keys.v, do)
             d_logits = scale * slope * p * (dp - rows.arrays["delta"][:, None])
@@ -329,7 +329,7 @@ class _Unit(NamedTuple):
         return jax.lax.map(run, self._blocks(band))
 
     def scan(self, block: Callable[[_BandRows, _Keys], Any], band: Band, sums):
-        """Does the same, and adds what a block gives its keys to their (dk, dv)."""
+        """Does the same, and adds each block's gradients of its keys to (dk, dv)."""
 
         def step(sums, rows: _BandRows):
             dq, *parts = block(rows, self._seen(rows, band))
@@ -418,7 +418,7 @@ _OP = dispatch.Op(
     find_cut=_find_cut,
     specs=_specs,
     reads_outputs=True,
-    # Left to the compiler, the rows of every device are gathered for a loop over heads.
+    # The compiler alone would gather the rows of every device for a loop over heads.
     cuts_xla=True,
 )
 

@@ -88,7 +88,8 @@ class Past(NamedTuple):
     """The last tokens before those of a call, where a row is cut over devices.
 
     Attributes:
-      keys, values: of at least as many tokens as the window, heads as the queries'.
+      keys, values: keys and values of at least as many tokens as the window, with the
+        queries' heads.
       documents: their documents' numbers, where the call has some.
       start: position of the call's first token; tokens before position 0 are not
         tokens.

@@ -29,12 +29,12 @@ _SPLASH_MULTIPLE = 128  # Of a block's tokens.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCall:
-    """What is static of a call of `attend`.
+    """The static properties of a call of `attend`.
 
     Attributes:
       shape: [B, T, H, E] of the queries.
       key_heads: K.
-      dtype: of the queries.
+      dtype: dtype of the queries.
       causal, window, soft_cap: the caller's.
       dense: whether there is a mask or a bias as an array.
       segments, alibi: whether there are any.

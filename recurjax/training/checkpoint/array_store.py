@@ -117,7 +117,7 @@ class ArrayStore:
         """Reads the arrays that `wanted` names, in its shapes, dtypes and shardings.
 
         Raises:
-          Exception: of any class; what is on disk cannot be read as that.
+          Exception: any exception: the data on disk cannot be read.
         """
         item = _with_elements(shapes)
         places = {
@@ -203,7 +203,7 @@ def _index(folder: Path, context: ts.Context) -> ts.KvStore:
 
 
 def reason(error: BaseException) -> str:
-    """Says in a few words what was wrong with the disk or the files."""
+    """Returns in a few words what is wrong with the disk or the files."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error)

@@ -34,7 +34,7 @@ class Restored(NamedTuple):
       step: training steps done.
       tree: the arrays, placed as in `abstract`.
       data_states: the data iterator's state in each process of the run that saved.
-      digest: of the arrays' values, see `Manifest.digest`.
+      digest: digest of the arrays' values, see `Manifest.digest`.
       base: see `Manifest`.
     """
 
@@ -254,8 +254,8 @@ class Checkpoints:
         """Waits until the last save is on disk, then removes the steps not kept.
 
         Raises:
-          UserError: that save failed. What it had written is removed; the checkpoints
-            before it are as they were.
+          UserError: that save failed. What it had written is removed; the
+            checkpoints before it are as they were.
         """
         if self._writing is None:
             return

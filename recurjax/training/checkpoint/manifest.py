@@ -36,7 +36,7 @@ class Manifest:
       loss: validation loss at this step; None when none was measured.
       model: the model's config as JSON: the arrays' shapes do not tell a RoPE base or
         a norm's eps. None where it is not known.
-      base: of adapters: the run, step and digest of the model that they adapt.
+      base: run, step and digest of the model that adapters adapt.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, trackers and the picture loss.png."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, trackers and loss.png."""
 
 import json
 import math

@@ -71,7 +71,7 @@ class Mirror:
         """Copies the store's files into the folder.
 
         Args:
-          steps: of these complete checkpoints only; None: of all.
+          steps: copy these complete checkpoints only; None: all.
           names: what the store holds, where it was listed before.
           arrays: whether with the checkpoints' arrays; without them `fetch_arrays`
             gets those of one.
@@ -183,7 +183,7 @@ class Mirror:
         """Whether a file of the store stays though it is not in this folder.
 
         Args:
-          name: of the file.
+          name: name of the file.
           steps: the checkpoints in this folder.
         """
         path, step = PurePosixPath(name).parts, _step(name)
@@ -291,8 +291,8 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[RunCopy]:
     """Gives a copy of a bucket's run for reading, with one checkpoint.
 
     Args:
-      url: of the run directory.
-      step: of the checkpoint; None: the newest; `NO_STEP`: without one.
+      url: URL of the run directory.
+      step: step of the checkpoint; None: the newest; `NO_STEP`: no checkpoint.
 
     Raises:
       UserError: there is no run directory, or no complete checkpoint of the step.

@@ -1,4 +1,4 @@
-"""What a terminal shows of training: a bar, or plain lines where there is none."""
+"""Progress of training: a bar on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class TrainingProgress:
           console: where to.
           experiment: gives steps, tokens per step and the variant's own FLOP count.
           log: a file that gets every line with its time; None for none.
-          devices: that share the work.
+          devices: devices that share the work.
         """
         training = experiment.training
         self._console, self._log = console, log
@@ -108,7 +108,7 @@ class TrainingProgress:
         self._print(text)
 
     def leave_out(self, seconds: float) -> None:
-        """Takes time that was not training (an evaluation) out of the rate."""
+        """Excludes time that was not training, such as an evaluation, from the rate."""
         if self._started is not None:
             # The clock is moved on by the time that was not training.
             self._started += seconds

@@ -322,7 +322,7 @@ def load_adapters(
       base: as `load_run` returns it, its weights in any dtype.
       runs: run directories by the adapters' names, at least one; the first one is
         number 1.
-      mesh: of the base.
+      mesh: mesh that holds the base.
       report: as `load_run`.
 
     Raises:
@@ -350,7 +350,7 @@ def load_adapters(
 
 
 def _merged(run: LoadedRun, mesh: Mesh, report: Callable[[str], None]) -> LoadedRun:
-    # What is read is the plain model that the adapters make of their base.
+    # The result is the base model with the adapters merged in.
     base, _ = load_start(run.experiment, mesh, report, base=run.base)
     model = merged(whole_model(run.model, adapted(base, run.experiment.training)))
     training = dataclasses.replace(run.experiment.training, adapters=None)
@@ -590,8 +590,8 @@ def load_frozen(
     """Loads the objective's frozen model onto the run's mesh; None: it has none.
 
     Args:
-      record: of the run, where the model's path, step and digest are written down the
-        first time. Later that step is loaded, whatever was trained since.
+      record: record of the run, where the model's path, step and digest are written
+        down the first time. Later that step is loaded, whatever was trained since.
 
     Raises:
       UserError: the run was begun with other parameters.

@@ -55,12 +55,12 @@ class Holder:
 
     Attributes:
       host: name of the machine.
-      pid: of the process, in its machine's (or container's) own numbers.
+      pid: process id, as its machine or container counts them.
       since: when it took the lock, in its local time with the offset.
       machine: what tells this boot and these process numbers from any other's.
       born: when the process started, by its kernel's clock: a number given to
         another process later has another time. None where the system does not say.
-      token: of this one lock.
+      token: random token of this lock.
     """
 
     host: str

@@ -39,10 +39,10 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What a tracker receives about a run.
+    """The description of a run for a tracker.
 
     Attributes:
-      name: of the run directory.
+      name: name of the run directory.
       config: the resolved experiment, as config.json has it.
       start: this start of the run, as the last row of starts.jsonl has it.
       ids: the file of the run directory that keeps the run's id in each service.

@@ -138,7 +138,7 @@ def _visible(
 
 
 class ResidualStream(NamedTuple):
-    """What a pass carries from block to block.
+    """The state that a pass carries from block to block.
 
     Attributes:
       x: the residual stream.
@@ -152,13 +152,13 @@ class ResidualStream(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """What all blocks of a pass see.
+    """The inputs of all blocks of a pass.
 
     Attributes:
       x0: the normed embeddings.
-      ids: of the same n tokens.
+      ids: ids of the same n tokens.
       memory: None for a memory of zero.
-      position: of the tokens, for the rotation; [1, n] or [B, n].
+      position: position of the tokens, for the rotation; [1, n] or [B, n].
       positions: which ones of a buffer they are; None without a buffer.
       segments, lengths: see `attend_at`.
     """

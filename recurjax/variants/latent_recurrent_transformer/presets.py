@@ -28,7 +28,7 @@ def nanochat(
     Args:
       layers: L; 20 and 24 in the paper.
       vocabulary: padded.
-      length: of training, which the windows follow.
+      length: the training length, from which the windows follow.
       memory: None: the baseline.
       others: further fields, or other values of those above.
 

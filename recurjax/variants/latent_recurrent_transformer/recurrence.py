@@ -34,7 +34,7 @@ def rms(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
 
 
 class InjectedMemory(NamedTuple):
-    """What enters the blocks at some positions.
+    """The memory that enters the blocks at some positions.
 
     Attributes:
       state: m, [B, n, D].
@@ -123,8 +123,8 @@ def entering(
     """Returns the memory of each of T tokens: a mix of the states before it.
 
     Args:
-      states: of the same T tokens.
-      logits: of the learned average over the lags, or None.
+      states: states of the same T tokens.
+      logits: logits of the learned average over the lags, or None.
       before: the states before them, newest first; None: a sequence begins, with states
         of zero before it.
     """

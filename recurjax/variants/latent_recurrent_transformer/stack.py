@@ -49,7 +49,7 @@ class LatentBuffer(NamedTuple):
 
     Attributes:
       groups: keys and values, one for each place in the layer pattern, [R, B, T, K, E].
-      states: of the source layer, what later tokens receive as memory.
+      states: states of the source layer, which later tokens receive as memory.
     """
 
     groups: tuple[KeyValueBuffer, ...]
@@ -65,7 +65,7 @@ class LatentCache(NamedTuple):
 
 
 class PassOutput(NamedTuple):
-    """What a pass makes: the last layer's output, the source state, keys and values."""
+    """The result of a pass: last layer's output, source state, keys and values."""
 
     x: Float[Array, "B n D"]
     state: Float[Array, "B n D"]
@@ -108,7 +108,7 @@ class LatentRecurrentTransformerStack(
         """Creates the cache for `length` tokens per row; 0 is the training cache.
 
         Args:
-          dtype: of keys and values; the states have it too.
+          dtype: dtype of keys, values and states.
         """
         config = self.config
         repeats = config.layers // config.pattern
@@ -187,8 +187,8 @@ class LatentRecurrentTransformerStack(
         `flops_per_token`.
 
         Args:
-          buffer: of `initial` with `origins`, and whatever was refined since.
-          ids: of all T tokens.
+          buffer: buffer of `initial` with `origins`, and whatever was refined since.
+          ids: ids of all T tokens.
           visited: positions that were refined, which stay as they are.
 
         Raises:
@@ -230,7 +230,7 @@ class LatentRecurrentTransformerStack(
         Args:
           x: embeddings of all T tokens; only those at `positions` are read.
           positions: n of them.
-          buffer: of all T.
+          buffer: buffer of all T positions.
           memory: what enters them; None: the states before them, as the config says.
 
         Returns:

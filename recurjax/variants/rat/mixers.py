@@ -197,7 +197,7 @@ class RatMixer(nnx.Module):
         )
 
     def init_cache(self, layers: int, batch: int, length: int, dtype) -> RatCache:
-        """Creates an empty cache for `length` tokens a row of `layers` such layers."""
+        """Creates an empty cache of `layers` layers for `length` tokens per row."""
         H, E = self.config.heads, self.config.head_width
         # The cache grows by a chunk's end, not by a token: C times fewer keys and
         # values.
@@ -492,7 +492,7 @@ class ReversedRatCache(NamedTuple):
 
     Attributes:
       keys, values: slot t mod C holds token t of the running chunk; keys rotated.
-      state: of the recurrence after the last complete chunk, at least float32.
+      state: state of the recurrence after the last complete chunk, at least float32.
       position, layer: as in `RatCache`.
     """
 
@@ -745,11 +745,13 @@ def make_mixer(
 
 
 class MixerCost(NamedTuple):
-    """One layer's mixer, its MLP aside.
+    """The cost of one layer's mixer without its MLP.
 
     Attributes:
-      flops: of training, a token: 6 a weight and 12 H E a key that a position sees.
-      cache_bytes: of a row of that length: keys, values and float32 states.
+      flops: training FLOPs per token: 6 per weight, and 12 H E per key that a position
+        sees.
+      cache_bytes: bytes of a row's cache of that length: keys, values and float32
+        states.
     """
 
     flops: float
@@ -765,7 +767,7 @@ def mixer_cost(
       mixer: its config.
       width: D.
       length: T, in tokens.
-      dtype: of the cached keys and values.
+      dtype: dtype of the cached keys and values.
     """
     build = partial(make_mixer, mixer, width, InitConfig(), layer=0, layers=1)
     layer: Any = jax.eval_shape(

@@ -79,7 +79,7 @@ def reversed_rat(
 
     Args:
       length: the training length, for the gate's bias.
-      output_rank: of the output gate; None: `balanced_rank`.
+      output_rank: rank of the output gate; None: `balanced_rank`.
     """
     rank = balanced_rank(width, heads, groups) if output_rank is None else output_rank
     return ReversedRatMixerConfig(

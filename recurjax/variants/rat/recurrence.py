@@ -168,7 +168,7 @@ class Alignment(NamedTuple):
     token needs no layout: it is a chunk of one place.
 
     Attributes:
-      position: of the first one.
+      position: position of the first token.
       count: how many are real.
       chunk: C.
       size: places in a chunk: C, or 1 for a single token.

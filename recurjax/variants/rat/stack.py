@@ -76,7 +76,7 @@ class RatStack(CacheRows, nnx.Module):
 
         Args:
           length: 0 for the training cache, which keeps nothing.
-          dtype: of keys and values; recurrent states are at least float32.
+          dtype: dtype of keys and values; recurrent states are at least float32.
         """
         repeats = self.config.layers // len(self.config.pattern)
         groups = tuple(

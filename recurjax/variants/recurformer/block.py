@@ -28,11 +28,11 @@ from recurjax.variants.transformer.block import ResidualBlock
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps.
+    """The cache of one layer.
 
     Attributes:
-      keys_values: of the key heads that a remaining head reads, and of no other.
-      mamba: of the mixer; without replaced heads it has no channels.
+      keys_values: cache of the key heads that a remaining head reads.
+      mamba: cache of the Mamba mixer; without replaced heads it has no channels.
     """
 
     keys_values: KeyValueCache

@@ -86,7 +86,7 @@ class RecurFormerConfig(StackFacts):
 
     @property
     def width(self) -> int:
-        """D."""
+        """D, the model width."""
         return self.transformer.width
 
     @property

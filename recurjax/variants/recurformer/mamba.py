@@ -18,7 +18,7 @@ DT_LEAST, DT_MOST = 0.001, 0.1
 
 
 class MambaCache(NamedTuple):
-    """What a mixer keeps of the past, in float32; of width 0 in training.
+    """A mixer's state and last inputs, in float32; of width 0 in training.
 
     Attributes:
       conv: the last inputs of the convolution, the oldest first; zeros before the row.
@@ -33,13 +33,13 @@ class MambaWeights(NamedTuple):
     """A mixer's weights, of width M = d_m, channels I, states N, rank R.
 
     Attributes:
-      w_u, w_z: in, to the recurrence and to its gate.
+      w_u, w_z: input projections to the recurrence and to its gate.
       w_conv, b_conv: taps, the oldest first, and bias of each channel.
       w_x: from a channel's input to step (R columns), B (N) and C (N).
       w_dt, b_dt: from R to each channel's step.
       a_log: A = -exp(a_log).
       skip: D.
-      w_back: out.
+      w_back: output projection.
     """
 
     w_u: Float[Array, "M I"]
@@ -69,7 +69,7 @@ def mix(
     There is neither norm nor residual inside. Source: Gu and Dao 2023, figure 3.
 
     Args:
-      cache: of the tokens before x.
+      cache: cache of the tokens before x.
       starts: positions before which everything past is forgotten (a document begins).
       lengths: how many of the T positions are real; the others leave the cache as it
         is, and their outputs have no meaning. None: all.

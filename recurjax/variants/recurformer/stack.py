@@ -24,7 +24,7 @@ from recurjax.variants.recurformer.mamba import MambaCache
 
 
 class RecurFormerCache(NamedTuple):
-    """Where the rows stand, and what each layer keeps."""
+    """The rows' positions, and each layer's cache."""
 
     position: Int[Array, " B"]
     layers: tuple[LayerCache, ...]
@@ -59,7 +59,7 @@ class RecurFormerStack(CacheRows, UncutStack[RecurFormerConfig]):
 
         Args:
           length: 0 for the training cache, which keeps nothing.
-          dtype: of keys and values; Mamba's states are float32.
+          dtype: dtype of keys and values; Mamba's states are float32.
 
         Raises:
           ValueError: learned positions end before `length`.

@@ -54,7 +54,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
 
         Args:
           length: 0 for the training cache, which keeps nothing.
-          dtype: of keys and values.
+          dtype: dtype of keys and values.
 
         Raises:
           ValueError: learned positions end before `length`.

@@ -116,7 +116,7 @@ class BlockAdapters(nnx.Module):
 
 
 class LoopWeights(NamedTuple):
-    """What each loop owns of one place's layers.
+    """The weights of each loop for one place's layers.
 
     Attributes:
       vectors: norms and biases, where they are untied: those of the block's leaves that
@@ -324,9 +324,10 @@ def one_by_one(
     loops and layers should without sharing their way there.
 
     Args:
-      parts: of each use and each place of the pattern, the repeats on the leading axis.
+      parts: parts for each use and each place of the pattern, with the repeats on the
+        leading axis.
       order: the block's layer at each depth.
-      cache: of length 0.
+      cache: a cache of length 0.
       on_first: deeper loops read the keys and values of the first.
     """
     # A layer's first run makes the keys and values, its later ones may read them.

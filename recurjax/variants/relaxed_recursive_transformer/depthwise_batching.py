@@ -50,7 +50,7 @@ class TickCache(NamedTuple):
 
 
 class DepthwiseBatching:
-    """What a looped stack offers to an engine that batches over depth."""
+    """A looped stack's methods for an engine that batches over depth."""
 
     config: RelaxedRecursiveTransformerConfig
     blocks: Any

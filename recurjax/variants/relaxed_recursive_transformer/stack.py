@@ -100,7 +100,7 @@ class RelaxedRecursiveTransformerStack(
 
         Args:
           length: 0 for the training cache, which keeps nothing.
-          dtype: of keys and values.
+          dtype: dtype of keys and values.
 
         Raises:
           ValueError: learned positions end before `length`.
@@ -151,7 +151,7 @@ class RelaxedRecursiveTransformerStack(
 
     @property
     def missing(self) -> Missing:
-        """What deeper loops read of a token that left, as the model was trained."""
+        """How deeper loops read a token that exited, as the model was trained."""
         return "share" if self.config.loop_cache == "first" else "propagate"
 
     def refuses_exits(self, missing: Missing) -> str | None:

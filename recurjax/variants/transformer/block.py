@@ -20,14 +20,14 @@ from recurjax.variants.transformer.config import LayerKind, TransformerConfig
 
 
 class BlockAdditions(NamedTuple):
-    """What one depth of a stack adds to the linear maps of a shared block."""
+    """The low-rank terms that one depth adds to the linear maps of a shared block."""
 
     attention: AttentionAdditions | None = None
     mlp: MlpAdditions | None = None
 
 
 class ResidualBlock(nnx.Module):
-    """What is around the attention of a layer: its norms, its MLP, the residual stream.
+    """The parts of a layer around its attention: norms, MLP and residual stream.
 
     A subclass makes `attention` and `mlp`.
     """

@@ -49,7 +49,7 @@ class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
 
         Args:
           length: 0 for the training cache, which keeps nothing.
-          dtype: of keys and values.
+          dtype: dtype of keys and values.
 
         Raises:
           ValueError: learned positions end before `length`.

@@ -66,7 +66,7 @@ def narrow_decoding():
 
 
 def narrow_prompt():
-    """Returns the writing of 512 tokens a row to the same caches, and its arguments."""
+    """Returns a write of 512 tokens per row to the same caches, and its arguments."""
     _, (keys, values, token) = narrow_decoding()
     B, _, K, E = token.shape
     prompt = jax.ShapeDtypeStruct((B, 512, K, E), token.dtype)

@@ -89,7 +89,7 @@ def test_a_tpu_s_rows_are_the_caller_s_or_refused():
     choose_rows = partial(tpu_tiles, sizes, None, LEAST_VMEM, forward_bytes)
     assert choose_rows(64).rows == 64 != choose_rows(None).rows
     assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=64)) is None
-    message = "runs 128, 64, 32, 16, 8 rows a program, got rows=48"
+    message = "runs 128, 64, 32, 16, 8 rows per program, got rows=48"
     assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=48)) == message
 
 

@@ -10,7 +10,7 @@ from tests.tolerances import assert_values_close
 
 ONE = {"blocks": BlockSizes()}
 STRETCHES = {"blocks": BlockSizes(channels=8, backward_channels=8, stretch=16)}
-# Kernels of more than two positions a turn, and rows of stretches that are not full.
+# Kernels of more than two positions per turn, and rows of stretches that are not full.
 LONG = {"blocks": BlockSizes(unroll=4, backward_unroll=4, stretch=272)}
 
 

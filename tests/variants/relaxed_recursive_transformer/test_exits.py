@@ -257,7 +257,7 @@ def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
         one = by["static", float(loops)]
         assert one.loss == pytest.approx(-float(own.mean()), rel=1e-5)
         assert one.loops == loops
-        # A byte a token: bits a byte are nats a token over ln 2.
+        # One byte per token: bits per byte are nats per token over ln 2.
         assert one.bits_per_byte == pytest.approx(one.loss / np.log(2), rel=1e-5)
     full = by["static", 3.0]
     assert full.agreement == 1.0

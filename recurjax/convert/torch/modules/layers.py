@@ -1,4 +1,4 @@
-"""What several variants share: tokens, norms, attention, MLP, recurrences."""
+"""Layers that several variants share: norms, attention, MLP, recurrences."""
 
 import math
 from typing import Any
@@ -283,7 +283,7 @@ def recalled(
 
 
 def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Says by position which keys [B, S] queries [B, T] see: themselves, `window` back.
+    """Returns which keys [B, S] queries [B, T] see: their own, `window` back.
 
     Keys at -1 are seen by none.
     """

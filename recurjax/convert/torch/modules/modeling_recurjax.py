@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class RecurjaxCache(Cache):
-    """What a model keeps of the tokens that it has read, as `generate` handles it.
+    """The cache of the tokens that a model has read, for `generate`.
 
     A recurrent state cannot be taken back, so there is no `crop`. A copy of the cache
     (copy.deepcopy) continues from the same tokens as often as wanted.

@@ -46,7 +46,7 @@ class Gate(nn.Module):
 
 
 class Mixer(nn.Module):
-    """What the gated mixers share: gates, values, heads, the output."""
+    """The parts that gated mixers share: gates, values, heads, the output."""
 
     def __init__(self, config: Config, width: int):
         super().__init__()

@@ -45,7 +45,7 @@ class Map(nn.Module):
 
 
 class Adapter(nn.Module):
-    """What a depth adds to a shared linear map: (x A) B."""
+    """The LoRA that a depth adds to a shared linear map: (x A) B."""
 
     def __init__(self, inputs: int, outputs: int, rank: int):
         super().__init__()
@@ -70,7 +70,7 @@ def linear_maps(base: Config) -> dict[str, tuple[int, int]]:
 
 
 class Part(Norms):
-    """Of a layer its matrices, its norms and biases, or both."""
+    """A layer's matrices, its norms and biases, or both."""
 
     def __init__(self, base: Config, *, matrices: bool, vectors: bool):
         super().__init__(base, there=vectors)
@@ -99,7 +99,7 @@ class Part(Norms):
 
 
 class Use(Part):
-    """What one run of a layer has of its own: norms and biases, if untied; adapters."""
+    """The parameters of one run of a layer: norms and biases, if untied; adapters."""
 
     def __init__(self, stack: Config):
         base, rank = stack["transformer"], stack["rank"]
@@ -345,9 +345,9 @@ def generate_early(
     """Appends the likeliest tokens, each from the loop that was sure enough.
 
     Args:
-      model: of this file.
+      model: a model of this file.
       ids: [1, T], read through all loops.
-      count: of new tokens.
+      count: number of new tokens.
       threshold: a token leaves once the likeliest leads the next by more than this.
       missing: the keys and values that it then lacks: "propagate": made of its last
         state; "skip": none; "share": those of loop 1, if the model was trained so.
