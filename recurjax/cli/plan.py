@@ -28,7 +28,7 @@ CACHE = Path("runs") / ".plans"
 _USAGE = """usage: recurjax plan EXPERIMENT --topology NAME [options] [--field value]
 
   recurjax plan quickstart --topology h100
-  recurjax plan rat:fineweb_4k_rat16 --topology v5e:16x16 --training.batch 256
+  recurjax plan quickstart --topology v5e:2x2 --mesh data=4 --training.batch 256
 
 Compiles a program of an experiment for devices that need not be here. Prints the memory
 per device, the step time, what bounds it, collectives and the price.
