@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from recurjax.cli.inspect.describe import parameter_rows
-from recurjax.cli.inspect.report import _read, report
+from recurjax.cli.inspect.report import _duration, _read, report
 from recurjax.experiment import read_experiment, write_experiment
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.memory import in_words, state_size
@@ -170,6 +170,14 @@ def test_a_report_of_many_long_runs_is_under_a_megabyte(finished, tmp_path):
         (roots[-1] / "metrics.jsonl").write_text(text)
         (roots[-1] / "samples.txt").write_text("=== step 9 ===\n" + "word " * 40_000)
     assert 100_000 < len(report(roots).encode()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(119.94, "119.9 s"), (120, "2.0 min"), (7199, "120.0 min"), (7200, "2.0 h")],
+)
+def test_a_duration_has_the_unit_that_reads_best(seconds, text):
+    assert _duration(seconds) == text
 
 
 def test_training_time_adds_up_over_the_starts_of_a_run(finished, tmp_path):

@@ -18,7 +18,7 @@ from recurjax.data.config import (
     TokenizerFile,
 )
 from recurjax.data.corpora import embedded_text, read_corpus
-from recurjax.data.corpus_options import CorpusOptions
+from recurjax.data.corpus_options import CorpusOptions, _kind
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
@@ -252,3 +252,9 @@ def test_a_shard_that_was_damaged_when_its_checksum_was_made_is_named(memory):
     data = with_own_text(config(), ["--corpus", url], prog="")[0].data
     with pytest.raises(UserError, match=f"shard {url}/{name} is damaged"):
         open_dataset(data).tokens("train")
+
+
+def test_a_prepared_folder_is_known_by_its_manifest_and_a_damaged_one_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json"):
+        _kind(str(tmp_path))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.evaluation.scorer import Pair, Scorer, rolling
+from recurjax.evaluation.scorer import Pair, Scorer, bucket, rolling
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.types import Tokens
 from tests.tolerances import TOLERANCES
@@ -135,3 +135,21 @@ def test_what_cannot_be_scored_is_refused():
             Scorer(model=model)([pair])
     with pytest.raises(UserError, match="rows must be at least 1"):
         Scorer(model=model, rows=0)
+
+
+@pytest.mark.parametrize(
+    "width, most, rounded",
+    [
+        (1, None, 16),
+        (16, None, 16),
+        (17, None, 24),
+        (24, None, 24),
+        (25, None, 32),
+        (33, None, 48),
+        (48, 48, 48),
+        (49, 63, 49),  # 64 would exceed what the model reads.
+        (49, 64, 64),
+    ],
+)
+def test_widths_are_rounded_so_that_few_programs_compile(width, most, rounded):
+    assert bucket(width, most, smallest=16) == rounded

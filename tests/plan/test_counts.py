@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from recurjax.plan.child import CompiledMemory, read_memory
 from recurjax.plan.flops import Flops, count_flops
 from recurjax.plan.hlo import array_bytes, parse
-from recurjax.plan.traffic import Traffic, read_traffic
+from recurjax.plan.traffic import Traffic, _kernel_name, read_traffic
 
 STEPS, ROWS, WIDTH = 6, 16, 32
 AXES, SIZES = ("data", "tensor"), (2, 4)
@@ -488,3 +488,22 @@ ENTRY %main (a: (u32[], f32[8])) -> (u32[], f32[8]) {{
 """
     result = moved(text)
     assert (result.bytes, result.unknown_loops) == (trips * (32 + 32), 0)
+
+
+@pytest.mark.parametrize(
+    "kernel, attributes, name",
+    [
+        ("__gpu$xla.gpu.triton", '{name = "other", name = "forward"}', "forward"),
+        ("__gpu$xla.gpu.triton", "{}", "triton"),
+        ("triton_kernel_call", 'op_name="jit(f)/scan/triton_kernel_call"', "scan"),
+        ("triton_kernel_call", "", "triton"),
+        ("tpu_custom_call", "", "kernel"),
+        ("__cublas$gemm", "", "__cublas$gemm"),
+        (None, "", ""),
+    ],
+)
+def test_kernels_have_their_own_names_and_libraries_their_targets(
+    kernel, attributes, name
+):
+    call = SimpleNamespace(kernel=kernel, attributes=attributes, name="kernel.12")
+    assert _kernel_name(call) == name

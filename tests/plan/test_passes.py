@@ -1,4 +1,4 @@
-"""An objective's passes are how often the program reads every token."""
+"""What a program computes by the variant's own count, and how often it reads tokens."""
 
 from dataclasses import replace
 
@@ -37,3 +37,11 @@ def test_passes_are_those_of_the_traced_program(objective):
     passes = products(objective) / products(NextToken())
     # A pass over a part of the tokens computes fewer logits that causality hides.
     assert passes == pytest.approx(objective.passes, rel=0.1)
+
+
+def test_a_prefill_is_a_third_of_training_on_its_rows_and_positions():
+    run = experiment("transformer")
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    program = build_program(run, "prefill", mesh, rows=3, length=64)
+    assert program.tokens == 3 * 64
+    assert program.own_flops == 3 * 64 * run.model.flops_per_token(64) / 3

@@ -211,8 +211,10 @@ def test_a_model_on_a_mesh_becomes_the_same_one_there(llama):
     assert kept_energy(spread, converted) == kept_energy(llama, want)
 
 
-def test_the_two_uses_of_a_mean_share_their_vectors_and_lose_nothing(llama):
-    stack = recursive(llama, loops=2, rank=3)
+@pytest.mark.parametrize("loops", [2, 3])
+def test_additions_to_a_mean_are_the_best_of_their_rank(llama, loops):
+    """Two uses of a mean share their singular vectors and lose nothing by it."""
+    stack = recursive(llama, loops=loops, rank=3)
     converted = to_recursive(llama, stack, init="average")
     theirs = parameters(llama)
     # A square matrix, one that is wider than high, and one that is higher.
@@ -221,8 +223,8 @@ def test_the_two_uses_of_a_mean_share_their_vectors_and_lose_nothing(llama):
         layers = [flat(MAPS[name], layer) for layer in weight]
         for energy in kept_energy(llama, converted):
             if energy.name == name:
-                other = layers[(energy.depth + 3) % 6]
-                residual = layers[energy.depth] - (layers[energy.depth] + other) / 2
+                uses = layers[energy.depth % (6 // loops) :: 6 // loops]
+                residual = layers[energy.depth] - sum(uses) / loops
                 singular = np.linalg.svd(residual, compute_uv=False) ** 2
                 kept = singular[:3].sum() / singular.sum()
                 assert energy.kept == pytest.approx(kept, abs=1e-5)

@@ -6,7 +6,8 @@ can be another, and a seed draws from the list. Half of the draws are from lines
 changed since `--since`, half from all code. Each mutant is one change of a copy of the
 tree, on which the nearest test files run: those that mirror the file's path, then those
 that import it, then their neighbours, as many as take `--seconds` of processor time
-without a change.
+without a change. First the tests of `make test`, and with `--slow` those of
+`make test-slow` for what the first did not find: ten times the seconds.
 A test file that fails without a change is left out.
 
 Answers are kept in the file `--into`, so that a run that was stopped goes on where it
@@ -56,6 +57,7 @@ class Options:
       into: the file of answers; what it holds is not run again.
       most: stops after this number of new ones.
       seconds: of tests for one mutant, by the processor time without a change.
+      slow: runs the slow tests on what the others did not find.
       only: the number of one mutant, which is printed and run.
     """
 
@@ -65,6 +67,7 @@ class Options:
     into: Path = Path("sampled_mutations.json")
     most: int | None = None
     seconds: float = 60.0
+    slow: bool = False
     only: int | None = None
 
 
@@ -290,24 +293,39 @@ def _imports(file: Path, *, deep: bool = True) -> set[str]:
 # Running them.
 
 
+class Lane(NamedTuple):
+    """Tests that run on a mutant.
+
+    Attributes:
+      marks: of the tests, as pytest's -m takes them.
+      seconds: of processor time that they may take without a change.
+      files: under which name their times are kept.
+    """
+
+    marks: str
+    seconds: float
+    files: str
+
+
 class Trial:
     """A copy of the tree, and what its tests do without a change."""
 
     def __init__(self, root: Path, answers: dict[str, Any], keep: Callable[[], None]):
         """Extends `answers["files"]`: the seconds of a test file, None if it fails."""
-        self._root, self._keep = root, keep
-        self._files: dict[str, float | None] = answers.setdefault("files", {})
+        self._root, self._keep, self._answers = root, keep, answers
         copy_tree(root)
 
-    def tests_for(self, mutant: Mutant, seconds: float) -> list[str]:
-        """Lists the nearest test files that take `seconds` without a change."""
+    def tests_for(self, mutant: Mutant, lane: Lane) -> list[str]:
+        """Lists the nearest test files that take a lane's time without a change."""
+        seconds, files = lane.seconds, self._answers.setdefault(lane.files, {})
         left, tests = seconds, []
         for test in nearest(mutant.file):
-            if test not in self._files:
-                code, taken = run_tests([test], self._root, seconds=3 * seconds)
-                self._files[test] = taken if code == 0 else None
+            if test not in files:
+                words = [test, "-m", lane.marks]
+                code, taken = run_tests(words, self._root, seconds=3 * seconds)
+                files[test] = taken if code == 0 else None
                 self._keep()
-            taken = self._files[test]
+            taken = files[test]
             if taken is not None and (taken <= left or not tests):
                 tests.append(test)
                 left -= taken
@@ -315,16 +333,18 @@ class Trial:
                 break
         return tests
 
-    def is_found(self, mutant: Mutant, tests: list[str]) -> bool:
+    def is_found(self, mutant: Mutant, tests: list[str], lane: Lane) -> bool:
         """Runs tests on the mutant; what takes thrice its time and a minute hangs."""
         file = self._root / mutant.file
         whole = file.read_bytes()
         file.write_bytes(
             whole[: mutant.start] + mutant.new.encode() + whole[mutant.end :]
         )
-        limit = 60 + 3 * sum(self._files[test] or 0.0 for test in tests)
+        files = self._answers[lane.files]
+        limit = 60 + 3 * sum(files[test] or 0.0 for test in tests)
+        words = [*tests, "-m", lane.marks]
         try:
-            run = run_tests(tests, self._root, seconds=limit, may_fail_to_load=True)
+            run = run_tests(words, self._root, seconds=limit, may_fail_to_load=True)
             return run.code != 0
         finally:
             file.write_bytes(whole)
@@ -354,16 +374,25 @@ def main(options: Options) -> int:
     rows: dict[str, dict[str, Any]] = answers.setdefault("mutants", {})
     numbers = range(options.mutants) if options.only is None else [options.only]
     keys = {number: f"{options.seed}/{number}" for number in numbers}
-    left = [number for number in numbers if keys[number] not in rows]
+    fast = Lane("not slow", options.seconds, "files")
+    slow = Lane("slow and not sweep", 10 * options.seconds, "slow_files")
+    left = [(number, fast) for number in numbers if keys[number] not in rows]
+    if options.slow:
+        survivors = (n for n in numbers if not rows.get(keys[n], {}).get("found", True))
+        left += [(n, slow) for n in survivors if "slow_tests" not in rows[keys[n]]]
     with tempfile.TemporaryDirectory(prefix="sampled-") as folder:
         trial = Trial(Path(folder), answers, keep) if left else None
-        for number in left[: options.most]:
+        for number, lane in left[: options.most]:
             assert trial is not None
             mutant = draws[number]
-            tests = trial.tests_for(mutant, options.seconds)
-            found = bool(tests) and trial.is_found(mutant, tests)
+            tests = trial.tests_for(mutant, lane)
+            found = bool(tests) and trial.is_found(mutant, tests, lane)
             row = {"mutant": mutant.name, "line": mutant.line, "found": found}
-            rows[keys[number]] = row | {"tests": tests}
+            if lane is slow:
+                row = rows[keys[number]] | {"found": found, "slow_tests": tests}
+            else:
+                row["tests"] = tests
+            rows[keys[number]] = row
             keep()
             message = "found    " if found else "NOT FOUND"
             print(f"{number} {message} line {mutant.line} of {mutant.name}", flush=True)

@@ -126,6 +126,15 @@ print(digest.hexdigest())
     )
 
 
+def pairs_of_four(vocabulary):
+    setting = (Setting(32, 4, 1),)
+    return Mqar(vocabulary=vocabulary, train=setting, validation=setting)
+
+
+def test_four_keys_fit_into_the_vocabulary_that_the_refusal_names():
+    assert pairs_of_four(10).vocabulary == 10
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -140,6 +149,7 @@ print(digest.hexdigest())
         (lambda: Setting(15, 1, 1), r"Setting\.length: must be even, got 15"),
         (lambda: Setting(16, 1, 0), r"Setting\.rows: must be >= 1, got 0"),
         (lambda: Mqar(vocabulary=8), "need a vocabulary"),
+        (lambda: pairs_of_four(9), "vocabulary of at least 10, got 9"),
         (lambda: Mqar(power=float("nan")), r"Mqar\.power: must be finite"),
         (lambda: Copy(length=100), "take 103 tokens"),
         (lambda: Copy(shortest=9, longest_string=8), "shortest must be at most"),

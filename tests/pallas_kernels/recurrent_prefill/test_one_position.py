@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.recurrent_prefill import recurrent_prefill
-from pallas_kernels.recurrent_prefill.call import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.call import Rows, Stages, empty_cache
 from pallas_kernels.recurrent_prefill.xla import one_position
 from pallas_kernels.target import Target, as_if
 from recurjax.sharding import MeshConfig, make_mesh
@@ -49,6 +50,25 @@ def step(case: Case, slots: int = 8):
     )
     rows = Rows(lengths=jnp.asarray([1, 0, 1])[: case.batch])
     return partial(recurrent_prefill, spec=case.spec), (x, weights, old), rows
+
+
+def test_what_is_no_step_of_one_position_goes_to_the_loop_over_tiles():
+    x, weights, _ = PLAIN.inputs()
+    cache = empty_cache(PLAIN.layers, PLAIN.batch, 8, PLAIN.width, PLAIN.spec)
+    step = PLAIN.call(x, weights, cache)
+    options = step.options
+    others = {
+        "two positions": step._replace(x=jnp.concatenate([x, x], axis=1)),
+        "no slots": PLAIN.call(x, weights),
+        "blocks": step._replace(
+            options=replace(options, spec=replace(options.spec, block=2))
+        ),
+        "stages": step._replace(options=replace(options, stages=Stages(2, "stage"))),
+    }
+    with as_if(H100):
+        assert one_position.serves(step)
+        for name, call in others.items():
+            assert not one_position.serves(call), name
 
 
 @cache
