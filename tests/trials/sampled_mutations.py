@@ -239,8 +239,9 @@ class Draws:
 def nearest(file: str) -> list[str]:
     """Orders the test files by how near they are to a file; the far ones are left out.
 
-    First those whose path mirrors the file's, then those that import it, then the rest
-    of the mirrored folder; among equals those in nearer folders and of fewer imports.
+    First those whose path mirrors the file's, then those of its name elsewhere, those that
+    import it, then the rest of the mirrored folder; among equals those in nearer
+    folders and of fewer imports.
     """
     parts = Path(file).with_suffix("").parts
     mirrored = ("tests", *(parts[1:] if parts[0] == "recurjax" else parts))
@@ -252,12 +253,14 @@ def nearest(file: str) -> list[str]:
         shared = len(os.path.commonprefix([path, mirrored]))  # folders
         if path[-1].removesuffix(".py") in words and shared > 1:
             rank = 0
-        elif module in imports:
+        elif path[-1] == f"test_{parts[-1]}.py":
             rank = 1
-        elif shared > 1:
+        elif module in imports:
             rank = 2
-        elif module.rpartition(".")[0] in imports:
+        elif shared > 1:
             rank = 3
+        elif module.rpartition(".")[0] in imports:
+            rank = 4
         else:
             continue
         ranks[test] = (rank, -shared, len(imports), test)

@@ -77,6 +77,7 @@ def test_places_are_counted_in_bytes():
             "tests/pallas_kernels/gated_scan/test_triton.py"
         ),
         "recurjax/plan/traffic.py": "tests/plan/test_plan.py",
+        "recurjax/cli/plan.py": "tests/plan/test_plan.py",
     }.items(),
 )
 def test_the_nearest_tests_mirror_the_file_or_import_it(file, first):
