@@ -239,8 +239,8 @@ class Draws:
 def nearest(file: str) -> list[str]:
     """Orders the test files by how near they are to a file; the far ones are left out.
 
-    First those whose path mirrors the file's, then those of its name elsewhere, those that
-    import it, then the rest of the mirrored folder; among equals those in nearer
+    First those whose path mirrors the file's, then those of its name elsewhere, those
+    that import it, and the rest of the mirrored folder; among equals those in nearer
     folders and of fewer imports.
     """
     parts = Path(file).with_suffix("").parts
