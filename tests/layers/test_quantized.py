@@ -169,3 +169,12 @@ def test_int4_needs_widths_that_64_divides():
         UserError, match="int4 needs widths that are multiples of 64, and .* has"
     ):
         in_weight_dtype(base_of("transformer"), "int4")
+
+
+def test_each_token_of_a_table_and_of_a_head_has_a_scale_of_its_own():
+    model = in_weight_dtype(base_of("transformer"), "int8")
+    table, head = model.w_embedding.get_value(), model.w_head.get_value()
+    tokens, width = table.shape
+    assert table.scales.shape == (tokens, 1)
+    assert head.shape == (width, tokens) and head.scales.shape == (1, tokens)
+    assert table.inputs == head.inputs == 1

@@ -90,6 +90,9 @@ def test_prompts_read_together_have_the_tokens_that_they_have_alone(variant):
     engine = Engine(model, sizes)
     for order in (range(7), (3, 0, 5, 1, 6, 2, 4)):
         together = [engine.submit(*requests[n]) for n in order]
+        read, tokens = engine._together()
+        width = engine._programs.width_of(max(len(each.prompt) for each in read))
+        assert tokens == SLOTS * width
         assert finish(engine, together) == [expected[n] for n in order]
     # Into fresh slots, and into free ones while others continue.
     fresh = {key[2] for key in engine._programs._compiled if key[0] == "together"}
