@@ -1,5 +1,7 @@
 """RecurFormer's bench: the promised rows, and a summary of them."""
 
+import pytest
+
 from recurjax.bench import recurformer
 from tests.training.compilation import unoptimized
 
@@ -23,6 +25,10 @@ def test_the_promised_rows_are_there(unoptimized, monkeypatch):
         wanted += [f"layer/{layer}/{one}" for one in (*both, "decode")]
     assert [row.name for row in rows] == wanted
     assert all(row.min_ms > 0 for row in rows)
+    # One call of a scan's decode step reads a token of each row.
+    for row in rows:
+        tokens = row.shape["B"] * (1 if "decode" in row.name else row.shape["T"])
+        assert row.tokens_per_s == pytest.approx(1e3 * tokens / row.median_ms)
     # 2 K E T 4 bytes of keys and values; of Mamba 2 n E (4 + 16) 4 of each channel.
     kept = {row.name: row.shape["bytes"] for row in rows if "bytes" in row.shape}
     assert kept["layer/attention/decode"] == 2 * 8 * 16 * 4

@@ -390,6 +390,26 @@ def test_rules_of_ropes_are_read_from_old_and_new_keys():
     assert stack.windows == (511,) * 5 + (None,)
 
 
+@pytest.mark.parametrize(
+    "keys, amplitude",
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.25}, 1.25),
+        ({"mscale": 0.7}, 0.1 * math.log(4) + 1),
+        # DeepSeek's: one for the rotation over one for all of the head.
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0.5},
+            (0.07 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+        ),
+        ({"mscale": 0.7, "mscale_all_dim": 0.5, "attention_factor": 1.25}, 1.25),
+    ],
+)
+def test_the_amplitude_of_yarn_is_stated_or_follows_from_its_factor(keys, amplitude):
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4} | keys
+    scaling = read(TINY_LLAMA, rope_parameters=rope).stack.attention.position.scaling
+    assert scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
 def test_keys_of_a_rope_that_its_rule_does_not_know_are_errors():
     for wrong in ({"factor": 2.0}, {"rope_type": "ntk"}, {"rope_type": "linear"}):
         with pytest.raises(UserError, match="factor|ntk"):
