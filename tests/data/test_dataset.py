@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -6,11 +7,15 @@ import numpy as np
 import pytest
 
 from recurjax.data.config import (
+    ArrayRecords,
     Bpe,
     Bytes,
+    Conversations,
     DataConfig,
     EmbeddedText,
     JsonLines,
+    Parquet,
+    PromptAnswer,
     TextFiles,
 )
 from recurjax.data.corpora import embedded_text
@@ -162,3 +167,17 @@ def test_opening_text_imports_no_optional_package():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "corpus", [TextFiles, JsonLines, Parquet, ArrayRecords, PromptAnswer, Conversations]
+)
+@pytest.mark.parametrize("patterns", [(), ("a", ""), "a.txt"])
+def test_a_corpus_of_files_names_some(corpus, patterns):
+    # Beside the tests' own check of types, which refuses a string.
+    config = object.__new__(corpus)
+    for field in dataclasses.fields(corpus):
+        object.__setattr__(config, field.name, field.default)
+    object.__setattr__(config, "patterns", patterns)
+    with pytest.raises(UserError, match="patterns must name at least one file or glob"):
+        config.__post_init__()

@@ -117,7 +117,7 @@ class PytestRun(NamedTuple):
 
 
 def run_tests(
-    words: list[str], root: Path, *, seconds: float, may_fail_to_load: bool = False
+    words: list[str], root: Path, *, seconds: float, any_end: bool = False
 ) -> PytestRun:
     """Runs pytest on a copy of the tree, in a fork: what is imported here stays so.
 
@@ -125,7 +125,7 @@ def run_tests(
       words: for pytest.
       root: of the copy.
       seconds: of processor time that it may take; waiting, ten times as many.
-      may_fail_to_load: a conftest.py that raises is a failure of the tests.
+      any_end: returns the code of a pytest that could not run or was killed, too.
 
     Raises:
       SystemExit: pytest itself failed.
@@ -139,7 +139,7 @@ def run_tests(
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         _test(words, root, output)
     code, taken = _end_of(child, 10 * seconds)
-    if code not in (0, 1, 2, 5, None) and not (may_fail_to_load and code == 4):
+    if code not in (0, 1, 2, 5, None) and not any_end:
         raise SystemExit(f"pytest {words}: {output.read_text()[-2000:]}")
     return PytestRun(code, taken)
 
