@@ -49,6 +49,11 @@ WRONG = [
     ("model.stack.width", "16", "config.model.stack.width must be of type int"),
     ("training.steps", 3.0, "config.training.steps must be of type int, got 3.0"),
     ("training.steps", True, "config.training.steps must be of type int, got True"),
+    (
+        "training.steps",
+        2**64,
+        r"steps must fit into 64 bits, got 1844674407370955161\d",
+    ),
     ("optimizer.b1", "a", "config.optimizer.b1 must be of type float, got 'a'"),
     ("training.gradient_clip", "a", "config.training.gradient_clip must be of type"),
     ("schedule.type", "Cosin", "config.schedule.type must be one of Constant, Cosine"),

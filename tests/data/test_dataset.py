@@ -20,6 +20,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
+from recurjax.data.streams import validation_tokens
 from recurjax.data.tokenizers import ByteTokenizer, build_tokenizer
 from recurjax.errors import UserError
 
@@ -181,3 +182,12 @@ def test_a_corpus_of_files_names_some(corpus, patterns):
     object.__setattr__(config, "patterns", patterns)
     with pytest.raises(UserError, match="patterns must name at least one file or glob"):
         config.__post_init__()
+
+
+@pytest.mark.parametrize("wanted, tokens", [(0, 0), (1, 1), (2, 3), (3, 4), (9, 4)])
+def test_a_split_has_the_last_tokens_of_at_most_so_many_bytes(wanted, tokens):
+    """BOS before the first counts with them: b, then a and its BOS, then x."""
+    tokenizer = ByteTokenizer(bos=True)
+    x, a, b = (tokenizer.encode(letter)[-1] for letter in "xab")
+    ids = np.array([x, tokenizer.bos, a, b], np.int32)
+    assert validation_tokens(ids, tokenizer, wanted) == tokens
