@@ -175,5 +175,4 @@ def with_specs(function: Callable[[P, Any], Any], specs: Any, arrays: Any) -> An
     def below(spec: Any, tree: Any) -> Any:
         return jax.tree.map(lambda leaf: function(spec, leaf), tree)
 
-    is_spec = lambda leaf: isinstance(leaf, P) or leaf is None  # noqa: E731
-    return jax.tree.map(below, specs, arrays, is_leaf=is_spec)
+    return jax.tree.map(below, specs, arrays)

@@ -12,6 +12,7 @@ from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.generate import (
     NotFinite,
+    Timing,
     continue_prompts,
     generate,
     generate_tokens,
@@ -363,3 +364,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
         generate_tokens(small, [[250, 3]], max_new_tokens=2)
     with pytest.raises(UserError, match="prompt 1 has no tokens"):
         generate_tokens(small, [[]], max_new_tokens=2)
+
+
+def test_a_rate_without_a_time_is_0():
+    timing = Timing(rows=1, prompt_tokens=3, new_tokens=5)
+    assert timing.prefill_tokens_per_second == timing.decode_tokens_per_second == 0
+    timing = Timing(
+        rows=1, prompt_tokens=3, new_tokens=5, prefill_seconds=2, decode_seconds=2
+    )
+    assert timing.prefill_tokens_per_second == 1.5
+    assert timing.decode_tokens_per_second == 2

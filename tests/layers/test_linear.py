@@ -148,7 +148,7 @@ def drawn_model(variant: str) -> Decoder:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 70])
 def test_bfloat16_products_are_those_of_float32_rounded_once(rows):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(rows, 1, 48)), jnp.bfloat16)
