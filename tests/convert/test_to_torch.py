@@ -41,6 +41,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import (
     Alibi,
+    DynamicScaling,
     LearnedPositions,
     LinearScaling,
     Llama3Scaling,
@@ -511,6 +512,16 @@ def test_other_models_are_refused_for_hugging_face(tmp_path):
     with pytest.raises(UserError, match="transformers has no architecture"):
         to_torch(run, tmp_path / "out", format="hf")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rope_that_depends_on_the_length_is_refused_for_torch(tmp_path):
+    """Also where other layers have another encoding."""
+    stack = STACKS["transformer"]
+    rope = Rope(scaling=DynamicScaling(factor=2.0, length=8))
+    attention = dataclasses.replace(stack.attention, position=None)
+    stack = dataclasses.replace(stack, attention=attention, positions=(rope, Rope()))
+    with pytest.raises(UserError, match="does not support rope scalings that depend"):
+        to_torch(run_of(stack, tmp_path), tmp_path / "out", check=False)
 
 
 def test_without_torch_the_report_says_that_nothing_was_measured(tmp_path):

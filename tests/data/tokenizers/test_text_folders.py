@@ -9,6 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from recurjax.data.tokenizers import JsonTokenizer, load_tokenizer, text_ends
+from recurjax.data.tokenizers.checkpoint_text import (
+    read_text_settings,
+    write_tokenizer_config,
+)
 from tests.data.tokenizers.text_folders import (
     KINDS,
     RECORD,
@@ -86,3 +90,15 @@ def test_no_text_becomes_a_special_token(library):
         [[ids]] = tokenizer.encode_parts([[text]])
         assert ids.tolist() == tokenizer.encode(text).tolist()
     assert tokenizer.encode("old ship").tolist() == library().encode("old ship").ids
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("roles", [1, 4])
+def test_whether_bos_is_known_by_its_name_alone_is_written_and_read(
+    tmp_path, by_name, roles
+):
+    names = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad", "unk")}
+    names = dict(list(names.items())[:roles])
+    write_tokenizer_config(tmp_path, names, bos_by_name=by_name)
+    settings = read_text_settings(tmp_path)
+    assert settings.names == names and settings.bos_by_name == by_name
