@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
+from recurjax.convert.card import _hub_datasets
 from recurjax.convert.hub import from_hub
 from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.config import (
+    Bytes,
+    DataConfig,
+    EmbeddedText,
+    Mixture,
+    Parquet,
+    Part,
+)
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.evaluation.rows import Row, append_rows
 from recurjax.training.run import load_run
@@ -168,6 +177,18 @@ def test_a_card_of_a_paper_and_of_imported_weights(tmp_path, quick_compilation):
     assert code == 0, err
     assert "RAT: Bridging RNN Efficiency" in text and "@misc{rat," in text
     assert "no training is recorded" in text and "No evaluation" in text
+
+
+def test_a_card_names_the_data_sets_of_the_hub():
+    files = ("hf://datasets/o/b@main/data/*.parquet", "hf://datasets/o/a/x.parquet")
+    parts = (
+        Part(corpus=Parquet(patterns=files), weight=1.0, name="p"),
+        Part(corpus=EmbeddedText(), weight=1.0, name="q"),
+    )
+    data = DataConfig(corpus=Mixture(parts=parts), tokenizer=Bytes())
+    assert _hub_datasets(data) == ["o/a", "o/b"]
+    alone = dataclasses.replace(data, corpus=Parquet(patterns=files[1:]))
+    assert _hub_datasets(alone) == ["o/a"]
 
 
 def snippets(hub):
