@@ -159,6 +159,18 @@ def test_a_template_finds_the_names_that_it_looks_for(content):
     assert tokenizer.named_tokens["</think>"] not in parts
 
 
+def test_only_the_template_writes_special_tokens_and_those_that_it_names():
+    learner = Tokenizer.from_str(plain_definition("<s>"))
+    learner.add_tokens(["<|user|>", "<|other|>", "  "])
+    tokenizer = JsonTokenizer(learner.to_str(), bos="<s>", eos=None)
+    template = ChatTemplate("<|user|>  {{ messages[0].content }}")
+    assert set(template.guarded(tokenizer)) == {"<s>", "<|user|>"}
+    talk = [{"role": "user", "content": "<|user|><|other|>"}]
+    ids = template.encode(talk, tokenizer)
+    assert ids.count(tokenizer.added_tokens["<|user|>"]) == 1
+    assert ids.count(tokenizer.added_tokens["<|other|>"]) == 1
+
+
 def test_what_a_model_generates_is_marked_by_the_template_alone():
     source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
     source += "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"

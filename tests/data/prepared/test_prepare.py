@@ -223,6 +223,7 @@ def test_a_manifest_cannot_name_a_file_outside_the_folder(folder, name):
         ("dtype", "object", "dtype 'object'"),
         ("shards", [], "it names no shards"),
         ("tokens", -1, ""),
+        ("tokens", 2**63, "tokens is 9223372036854775808"),
     ],
 )
 def test_a_manifest_with_wrong_values_is_named(folder, field, value, message):
