@@ -74,6 +74,14 @@ def test_answers_are_lines_where_nobody_types(chat):
     assert err == "A chat; /help lists the commands.\n"
 
 
+def test_a_line_that_ends_in_a_backslash_goes_on_in_the_next(chat, tmp_path):
+    file = tmp_path / "talk.json"
+    chat("first\\", "second", "//third\\", "", f"/save {file}")
+    messages = json.loads(file.read_text())["messages"]
+    typed = [each["content"] for each in messages if each["role"] == "user"]
+    assert typed == ["first\nsecond", "/third\n"]
+
+
 def test_a_model_without_a_template_continues_texts_and_says_so(chat):
     out, err = chat("xy", "m", "/system be brief", template=False)
     assert out == "zabcd\nnopqr\n"
