@@ -353,11 +353,16 @@ class Trial:
             file.write_bytes(whole)
 
 
-def reasons() -> dict[str, str]:
-    """Reads why some mutants cannot be noticed, by their names."""
+def reasons() -> dict[tuple[str, str], str]:
+    """Reads why some mutants cannot be noticed, by their names and lines of code."""
     lines = REASONS.read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    return {row["mutant"]: row["reason"] for row in rows}
+    return {(row["mutant"], row["code"]): row["reason"] for row in rows}
+
+
+def _code(mutant: Mutant) -> str:
+    lines = (ROOT / mutant.file).read_text(encoding="utf-8").splitlines()
+    return lines[mutant.line - 1].strip()
 
 
 def main(options: Options) -> int:
@@ -391,6 +396,7 @@ def main(options: Options) -> int:
             tests = trial.tests_for(mutant, lane)
             found = bool(tests) and trial.is_found(mutant, tests, lane)
             row = {"mutant": mutant.name, "line": mutant.line, "found": found}
+            row["code"] = _code(mutant)
             if lane is slow:
                 row = rows[keys[number]] | {"found": found, "slow_tests": tests}
             else:
@@ -401,7 +407,11 @@ def main(options: Options) -> int:
             print(f"{number} {message} line {mutant.line} of {mutant.name}", flush=True)
     excused = reasons()
     done = [rows[key] for key in keys.values() if key in rows]
-    counted = [row for row in done if row["found"] or row["mutant"] not in excused]
+    counted = [
+        row
+        for row in done
+        if row["found"] or (row["mutant"], row["code"]) not in excused
+    ]
     score = sum(row["found"] for row in counted)
     print(
         f"{score} of {len(counted)} found, {len(done) - len(counted)} that no test can "

@@ -94,8 +94,9 @@ def test_a_number_draws_the_same_mutant_again(monkeypatch):
     assert len({draws[0][n].name for n in range(0, 40, 2)}) > 5
 
 
-def test_a_reason_names_a_mutant_and_says_why():
+def test_a_reason_names_a_line_that_is_there_and_says_why():
     rows = [json.loads(line) for line in REASONS.read_text().splitlines()]
     for row in rows:
         file = row["mutant"].partition(": ")[0]
-        assert (ROOT / file).is_file() and len(row["reason"]) > 20
+        lines = [line.strip() for line in (ROOT / file).read_text().splitlines()]
+        assert row["code"] in lines and len(row["reason"]) > 20, row
