@@ -42,7 +42,8 @@ test-all: lint
 TORCH_TESTS := tests/convert/test_to_torch.py tests/convert/test_auto_model.py \
   tests/experiments/test_torch_export_parity.py tests/experiments/test_compare_with_torch.py \
   tests/data/test_transformers.py tests/training/test_torch_peer.py tests/cli/test_push.py \
-  tests/convert/test_peft.py tests/pallas_kernels/selective_scan/test_triton_values.py
+  tests/convert/test_peft.py tests/pallas_kernels/gated_scan/test_triton_values.py \
+  tests/pallas_kernels/selective_scan/test_triton_values.py
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
 test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
 	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)

@@ -54,6 +54,24 @@ def _warn(reason: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
+def find_stretches(
+    T: int, width: int, warps: int, *, enough: int, full: int, shortest: int
+) -> int:
+    """Returns how many stretches a row of T positions of `width` elements is cut into.
+
+    Args:
+      warps: that walk the rows if none is cut.
+      enough: warps from which on none is cut.
+      full: warps that rows are cut for where there are fewer.
+      shortest: positions of a stretch, at least.
+    """
+    # Kernels count a stretch's elements in 32 bits.
+    stretches = -(-T * width // 2**29)
+    if warps >= enough:
+        return stretches
+    return max(stretches, min(-(-full // warps), T // shortest))
+
+
 def launch(
     kernel: str,
     *arguments: jax.Array | int,

@@ -22,6 +22,7 @@ MANY_SIBLINGS = {
 MOST_MODULES = 12
 """Modules in a folder, its door aside, that a reader can tell apart by name."""
 MANY_MODULES = {
+    "pallas_kernels": "what all ops share, one idea each",
     "pallas_kernels.chunk_attention": "three backends of two passes each",
     "pallas_kernels.gated_scan": "three backends of two passes each",
     "recurjax": "what all parts read, and the helpers of notebooks",

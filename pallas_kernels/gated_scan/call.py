@@ -50,13 +50,11 @@ class BlockSizes(GivenSizes):
         else the state is reset within them.
       channels: channels of one tile in one program.
       unroll: positions whose inputs are read before the first of them is computed.
-      warps: warps of a program.
     """
 
     stretch: int | None = None
     channels: int | None = None
     unroll: int | None = None
-    warps: int | None = None
 
 
 @jax.tree_util.register_static

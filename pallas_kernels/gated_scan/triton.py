@@ -1,10 +1,13 @@
-"""GPU path: Pallas kernels lowered by Triton, a few channels of a stretch a program."""
+"""GPU path: launches the kernels of `triton_kernels.py` by jax-triton."""
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import triton_call
 from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.gated_scan.call import (
     GatedScanCall,
@@ -16,35 +19,148 @@ from pallas_kernels.gated_scan.call import (
     find_resets,
     refusal_of_streams,
 )
-from pallas_kernels.gated_scan.queries import (
-    ends_of,
-    pull_apart,
-    read_apart,
-)
-from pallas_kernels.gated_scan.triton_backward import run_backward
-from pallas_kernels.gated_scan.triton_forward import run_forward
-from pallas_kernels.gated_scan.triton_launch import (
-    MOST_TILES,
-    GateInputs,
-    Launch,
-    Tiles,
-    choose_tiles,
-    refusal_of_tiles,
-)
+from pallas_kernels.gated_scan.queries import ends_of, pull_apart, read_apart
+from pallas_kernels.powers import next_power, refusal_of_size
 from pallas_kernels.target import refusal_of_triton
 
 Array = jax.Array
 
+ENOUGH_WARPS = 6 * 132
+"""On an H100, whose bandwidth they fill by two thirds: a row that is cut is read twice.
+Not tuned on a device."""
+FULL_WARPS = 16 * 132
+"""What rows are cut for where there are fewer."""
+SHORTEST_STRETCH = 64
+"""Positions; shorter ones spend their time in summaries."""
+MOST_TILES = 16
+"""Tiles of a narrow stream that a program owns."""
+_KERNELS = "pallas_kernels.gated_scan.triton_kernels"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How a pass of a call is cut into programs of one warp.
+
+    Attributes:
+      W: the narrowest stream's width.
+      head: E where queries can be read in a kernel, else 0.
+      channels: of each tile in a program, a power of two.
+      unroll: positions whose inputs are read together.
+      stretch: positions that a program walks.
+      linked: whether the state flows from one stretch into the next; else each is a
+        chunk.
+    """
+
+    B: int
+    T: int
+    D: int
+    W: int
+    head: int
+    channels: int
+    unroll: int
+    stretch: int
+    linked: bool
+
+    @classmethod
+    def of(cls, call: GatedScanCall, *, backward: bool) -> "Launch":
+        """Returns the cut for a call; the caller's sizes replace the heuristic's."""
+        (B, T, D), W, blocks = call.gate.shape, call.narrowest, call.options.blocks
+        readable = call.head > 0 and call.head % 16 == W % call.head == 0
+        head = call.head if readable else 0
+        # A program's channels are of one head: the width without heads.
+        whole, tiles = math.gcd(head, W), next_power(D // W)
+        # Of an array a program holds that many numbers at a time, or what it must. The
+        # backward pass holds twice as many arrays.
+        numbers = 256 if backward else 512
+        channels = min(whole & -whole, 64, max(16, numbers // tiles))
+        channels = blocks.channels or channels
+        unroll = max(1, min(8, numbers // (tiles * channels)))
+        chunk = min(call.options.chunk or T, T)
+        stretches = triton_call.find_stretches(
+            chunk,
+            D,
+            B * -(-T // chunk) * max(1, W // channels),
+            enough=ENOUGH_WARPS,
+            full=FULL_WARPS,
+            shortest=SHORTEST_STRETCH,
+        )
+        stretch = min(blocks.stretch or -(-chunk // stretches), T)
+        return cls(
+            B=B,
+            T=T,
+            D=D,
+            W=W,
+            head=head,
+            channels=channels,
+            unroll=blocks.unroll or unroll,
+            stretch=stretch,
+            linked=stretch != chunk,
+        )
+
+    @property
+    def stretches(self) -> int:
+        """Programs that share a row and its channels."""
+        return -(-self.T // self.stretch)
+
+    @property
+    def summaries(self) -> bool:
+        """Whether programs must know what other stretches make of a state."""
+        return self.linked and self.stretches > 1
+
+    def run(
+        self, kernel: str, x: "_Arrays", *arrays: Any, out_shape: list, **switches: Any
+    ) -> list:
+        """Runs a kernel of `triton_kernels` and returns its outputs."""
+        first, second = x.widths
+        return triton_call.launch(
+            f"{_KERNELS}:{kernel}",
+            *(x.gate, x.bias, x.keeps, x.lasts, *arrays, self.T, self.stretch),
+            grid=self.B * self.stretches * (self.W // self.channels),
+            out_shape=out_shape,
+            warps=1,
+            D=self.D,
+            W=self.W,
+            W0=first,
+            W1=second,
+            TILES=next_power(self.D // self.W),
+            CHANNELS=self.channels,
+            UNROLL=self.unroll,
+            STREAMS=x.streams,
+            LOGITS=x.logits,
+            STARTS=x.starts,
+            LENGTHS=x.lengths,
+            **switches,
+        )
+
+    def summarize(self, x: "_Arrays", *arrays: Array, backward: bool) -> Array:
+        """Returns what each stretch makes of a state, or padding."""
+        if not self.summaries:
+            return x.lasts
+        shape = (self.B, self.stretches, 1 + x.streams, self.D)
+        if backward:
+            x = x._replace(widths=(self.D, self.D))
+        [summaries] = self.run(
+            "summarize_kernel", x, *arrays, out_shape=[_float32(*shape)],
+            BACKWARD=backward,
+        )  # fmt: skip
+        return summaries
+
 
 def supported(call: GatedScanCall) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_triton() or refusal_of_one_position(array_of(call.gate))
-    return reason or expressible(call)
+    return (
+        refusal_of_triton()
+        or refusal_of_one_position(array_of(call.gate))
+        or expressible(call)
+        or triton_call.refusal_of_packages()
+    )
 
 
 def expressible(call: GatedScanCall) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    D, W = call.gate.shape[2], call.narrowest
+    D, W, streams = call.gate.shape[2], call.narrowest, len(call.values)
+    if streams > 2:
+        return f"scans one or two streams, got {streams}"
     if W % 16:
         return f"the narrowest width must be a multiple of 16, got {W}"
     between = [v.shape[2] for v in call.values if v.shape[2] not in (W, D)]
@@ -55,33 +171,50 @@ def expressible(call: GatedScanCall) -> str | None:
     reason = refusal_of_streams(call)
     if reason is not None or not call.options.blocks.given():
         return reason
-    tiles, head = _tiles(call)
-    return refusal_of_tiles(tiles, width=W, head=head)
+    launch = Launch.of(call, backward=False)
+    # Heads that linked stretches read apart bound no program's channels.
+    whole = math.gcd(0 if launch.linked else launch.head, W)
+    reason = refusal_of_size("channels", launch.channels, most=whole & -whole)
+    if reason is None and launch.unroll > launch.stretch:
+        return (
+            f"unroll must be at most the {launch.stretch} positions of a stretch, got "
+            f"{launch.unroll}"
+        )
+    return reason
 
 
 def forward(
     call: GatedScanCall, *, residuals: bool
 ) -> tuple[ScanOutputs, States | None]:
     """Returns the outputs, and all states, None where they are left out."""
-    launch, gates = _cut(call)
-    launch = replace(launch, keeps=residuals or not launch.read)
-    lengths, queries = call.lengths, call.queries
-    states, finals, sums = run_forward(
-        launch,
-        gates,
-        tuple(_by_tile(v, launch) for v in call.values),
-        tuple(_by_tile(h.astype(jnp.float32), launch) for h in call.initial),
-        None if lengths is None else lengths.astype(jnp.int32),
-        (_by_tile(queries, launch),) if queries is not None and launch.read else (),
+    launch = Launch.of(call, backward=False)
+    x, (B, T, D) = _Arrays.of(call, launch), call.gate.shape
+    keeps = residuals or not x.reads
+    summaries = launch.summarize(x, *x.values, x.initial, backward=False)
+    parts = D // launch.channels
+    shapes = [(B, T, D)] * 2 if keeps else [(B, T, D), (B, launch.stretches, D)]
+    v0, v1 = x.values
+    h0, h1, finals, sums = launch.run(
+        "forward_kernel",
+        x,
+        *(v0, v1, x.queries, x.initial, summaries),
+        out_shape=[
+            jax.ShapeDtypeStruct(shapes[0], v0.dtype),
+            jax.ShapeDtypeStruct(shapes[1] if x.streams == 2 else (1,), v1.dtype),
+            _float32(B, x.streams, D),
+            _float32(B, T, parts) if x.reads else _float32(1),
+        ],
+        LINKED=launch.summaries,
+        QUERIES=x.reads,
+        KEEPS=keeps,
     )
-    B, T, D = call.gate.shape
-    states = tuple(h.reshape(B, -1, D) for h in states)
-    finals = tuple(h.reshape(B, D) for h in finals)
+    states = (h0, h1)[: x.streams]
+    finals = tuple(finals[:, s] for s in range(x.streams))
     saved = states if residuals else None
-    if sums is None:
+    if not x.reads:
         return read_apart(call, states, finals), saved
     if residuals:
-        states = (*states[:-1], ends_of(states[-1], launch.tiles.positions))
+        states = (h0, ends_of(h1, launch.stretch))
     # A head's parts are next to each other.
     logits = sums.reshape(B, T, D // launch.head, -1).sum(-1)
     return ScanOutputs(states, finals, logits), saved
@@ -91,89 +224,98 @@ def backward(
     call: GatedScanCall, residuals: States, cotangents: ScanOutputs
 ) -> GatedScanCall:
     """Returns gradients in place of the arrays."""
-    launch, gates = _cut(call)
-    lengths, queries = call.lengths, call.queries
+    launch = Launch.of(call, backward=True)
+    x, (B, _, D) = _Arrays.of(call, launch), call.gate.shape
     d_states, d_finals, d_logits = cotangents
-    reading, dq = (), None
-    if queries is not None and d_logits is not None and launch.read:
-        of_heads = d_logits.astype(jnp.float32)
-        of_heads = of_heads.reshape(launch.B * launch.T, launch.D // launch.width, -1)
-        reading = (_by_tile(queries, launch), of_heads)
-    else:
+    dq = None
+    if not x.reads:
         d_states, dq = pull_apart(call, residuals, cotangents)
-    d_gate, d_bias, d_values, d_initial, d_queries = run_backward(
-        launch,
-        gates,
-        tuple(_by_tile(v, launch) for v in call.values),
-        tuple(_by_tile(h.astype(jnp.float32), launch) for h in call.initial),
-        None if lengths is None else lengths.astype(jnp.int32),
-        tuple(_by_tile(h, launch) for h in residuals),
-        tuple(_by_tile(d, launch) for d in d_states),
-        tuple(_by_tile(d.astype(jnp.float32), launch) for d in d_finals),
-        reading,
+        d_logits = None
+    d_logits = x.lasts if d_logits is None else d_logits.astype(jnp.float32)
+    d_finals = _stacked(d_finals)
+    d_states = (d_states[0], d_states[-1])
+    summaries = launch.summarize(x, *d_states, d_finals, backward=True)
+    shape = jax.ShapeDtypeStruct
+    v0, v1 = x.values
+    padding = _float32(1)
+    d_gate, d_v0, d_v1, d_queries, d_initial, d_bias = launch.run(
+        "backward_kernel",
+        x,
+        *(v0, v1, x.queries, x.initial, residuals[0], residuals[-1], *d_states),
+        *(d_finals, d_logits, summaries),
+        out_shape=[
+            shape(x.gate.shape, x.gate.dtype),
+            shape(v0.shape, v0.dtype),
+            shape(v1.shape, v1.dtype) if x.streams == 2 else padding,
+            shape(x.queries.shape, x.queries.dtype) if x.reads else padding,
+            _float32(B, x.streams, D),
+            _float32(B, launch.stretches, D) if x.logits else padding,
+        ],
+        LINKED=launch.summaries,
+        QUERIES=x.reads,
+        HEAD=launch.head or D,
     )
-    if queries is not None and d_queries is not None:
-        dq = d_queries.reshape(queries.shape)
-    shapes = (v.shape for v in call.values)
-    d_values = tuple(map(jnp.reshape, d_values, shapes))
-    d_initial = tuple(d.reshape(launch.B, launch.D) for d in d_initial)
+    if x.reads:
+        dq = d_queries
     return call._replace(
-        gate=as_given(call.gate, d_gate.reshape(call.gate.shape), d_bias),
-        values=d_values,
-        initial=d_initial,
+        gate=as_given(call.gate, d_gate, d_bias.sum((0, 1)) if x.logits else None),
+        values=(d_v0, d_v1)[: x.streams],
+        initial=tuple(d_initial[:, s] for s in range(x.streams)),
         starts=None,
         lengths=None,
         queries=dq,
     )
 
 
-def _cut(call: GatedScanCall) -> tuple[Launch, GateInputs]:
-    """Returns (how the call is cut, what its kernels read of the gate)."""
-    B, T, D = call.gate.shape
-    tiles, head = _tiles(call)
-    # Stretches that are linked may be longer than a chunk.
-    period = call.period if tiles.linked else None
-    resets, bias = find_resets(T, call.starts, period), bias_of(call.gate)
-    launch = Launch(
-        B=B,
-        T=T,
-        D=D,
-        width=call.narrowest,
-        streams=len(call.values),
-        lengths=call.lengths is not None,
-        logits=bias is not None,
-        resets=0 if resets is None else len(resets),
-        tiles=tiles,
-        # A chunk's end is what a stretch ends with; linked stretches are not chunks.
-        head=0 if tiles.linked else head,
-        interpret=call.options.interpret,
-    )
-    inputs = GateInputs(
-        gate=_by_tile(array_of(call.gate), launch),
-        bias=() if bias is None else (_by_tile(bias[None], launch),),
-        resets=() if resets is None else (resets.astype(jnp.int32).reshape(-1),),
-    )
-    return launch, inputs
+class _Arrays(NamedTuple):
+    """What kernels read in another form than the call has it."""
+
+    gate: Array  # or its logits
+    bias: Array  # float32 [D], padding where the gate is given
+    keeps: Array  # float32 [B, T], 0 where the state is reset; [1] where it never is
+    lasts: Array  # int32 [B], padding where rows have no lengths
+    values: tuple[Array, Array]  # one stream: twice the same
+    queries: Array  # padding without queries that the kernel reads
+    initial: Array  # float32 [B, streams, D]
+    widths: tuple[int, int]
+    streams: int
+    logits: bool
+    starts: bool
+    lengths: bool
+    reads: bool
+
+    @classmethod
+    def of(cls, call: GatedScanCall, launch: Launch) -> "_Arrays":
+        (B, T, _), bias = call.gate.shape, bias_of(call.gate)
+        # Linked stretches are not chunks: states are reset within them.
+        period = call.period if launch.linked else None
+        resets = find_resets(T, call.starts, period)
+        keeps = jnp.ones(1)
+        if resets is not None:
+            keeps = jnp.broadcast_to(1 - resets.astype(jnp.float32), (B, T))
+        lengths = jnp.zeros(1) if call.lengths is None else call.lengths
+        values = (call.values[0], call.values[-1])
+        reads = call.queries is not None and launch.head > 0 and not launch.linked
+        return cls(
+            gate=array_of(call.gate),
+            bias=jnp.zeros(1) if bias is None else bias,
+            keeps=keeps,
+            lasts=lengths.astype(jnp.int32) - 1,
+            values=values,
+            queries=call.queries if reads and call.queries is not None else values[1],
+            initial=_stacked(call.initial),
+            widths=(values[0].shape[2], values[1].shape[2]),
+            streams=len(call.values),
+            logits=bias is not None,
+            starts=resets is not None,
+            lengths=call.lengths is not None,
+            reads=reads,
+        )
 
 
-def _tiles(call: GatedScanCall) -> tuple[Tiles, int]:
-    """Returns the cut, and E where queries can be read in the kernel, else 0."""
-    (B, T, D), W, head = call.gate.shape, call.narrowest, call.head
-    # Queries of heads whose channels programs cannot share evenly read apart.
-    head = head if head and head % 16 == W % head == 0 else 0
-    tiles = choose_tiles(
-        B=B,
-        T=T,
-        D=D,
-        width=W,
-        chunk=call.options.chunk,
-        head=head,
-        blocks=call.options.blocks,
-    )
-    return tiles, head
+def _stacked(states: tuple[Array, ...]) -> Array:
+    return jnp.stack([h.astype(jnp.float32) for h in states], axis=1)
 
 
-def _by_tile(x: Array, launch: Launch) -> Array:
-    """Returns [lines, tiles, W] of an array [B, T, ...] or [B, D]."""
-    lines = x.shape[0] * x.shape[1] if x.ndim > 2 else len(x)
-    return x.reshape(lines, -1, launch.width)
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -69,11 +69,14 @@ class Launch:
             )
         else:
             channels, unroll, widest = blocks.channels, blocks.unroll, WARP
-        # The kernels count a stretch's elements in 32 bits.
-        warps, stretches = max(1, B * I // WARP), -(-T * I // 2**30)
-        if warps < ENOUGH_WARPS:
-            longer = T // SHORTEST_STRETCH
-            stretches = max(stretches, min(-(-FULL_WARPS // warps), longer))
+        stretches = triton_call.find_stretches(
+            T,
+            I,
+            max(1, B * I // WARP),
+            enough=ENOUGH_WARPS,
+            full=FULL_WARPS,
+            shortest=SHORTEST_STRETCH,
+        )
         stretch = blocks.stretch or -(-T // stretches)
         return cls(
             B=B,

@@ -22,7 +22,8 @@ where a document starts, else 1; initial, final [B, N, I]; kept [B, chunks, N, I
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from pallas_kernels.triton_kernels import LOG2_E, find_place, read, sigmoid, write
+
 NO_STEP = tl.constexpr(-1e30)
 """Of dt past a row's end: its step is exactly 0 and leaves the state as it is."""
 
@@ -37,43 +38,11 @@ def _softplus(x):
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-x * LOG2_E))
-
-
-@triton.jit
-def _read(ref, t, end, W: tl.constexpr, j, other: tl.constexpr = 0.0):
-    """Returns columns j of line t of an array [end, W] in float32; past it `other`."""
-    at = t * W + j
-    return tl.load(ref + at, mask=at < end * W, other=other).to(tl.float32)
-
-
-@triton.jit
-def _write(ref, t, end, W: tl.constexpr, j, x):
-    at = t * W + j
-    tl.store(ref + at, x.to(ref.dtype.element_ty), mask=at < end * W)
-
-
-@triton.jit
 def _read_keep(keeps, t, end, STARTS: tl.constexpr):
     keep = 1.0
     if STARTS:
         keep = tl.load(keeps + t, mask=t < end, other=1.0)
     return keep
-
-
-@triton.jit
-def _place(T, LENGTH, I: tl.constexpr, CHANNELS: tl.constexpr):
-    """Returns (row, stretch, channels, first line of [B T, ...], how many lines)."""
-    # Programs of neighbouring channels run together and share lines of memory.
-    COLUMNS: tl.constexpr = I // CHANNELS
-    pid = tl.program_id(0)
-    stretches = tl.cdiv(T, LENGTH)
-    row = (pid // COLUMNS // stretches).to(tl.int64)
-    stretch = pid // COLUMNS % stretches
-    first = stretch * LENGTH
-    i = pid % COLUMNS * CHANNELS + tl.arange(0, CHANNELS)
-    return row, stretch, i, row * T + first, tl.minimum(LENGTH, T - first)
 
 
 @triton.jit
@@ -108,7 +77,8 @@ def summarize_kernel(
     STARTS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Writes the summaries of stretches."""
-    row, stretch, i, line, end = _place(T, LENGTH, I, CHANNELS)
+    row, stretch, column, line, end = find_place(T, LENGTH, I, CHANNELS)
+    i = column + tl.arange(0, CHANNELS)
     A = _read_states(a, I, N, i)
     B0 = tl.load(bias + i)
     total = tl.zeros([CHANNELS], tl.float32)
@@ -125,18 +95,18 @@ def summarize_kernel(
             t = m + k
             if BACKWARD:
                 t = tl.cdiv(end, UNROLL) * UNROLL - 1 - t
-            step = _softplus(_read(dt, t, end, I, i, NO_STEP) + B0)
+            step = _softplus(read(dt, t, end, I, i, NO_STEP) + B0)
             keep = _read_keep(keeps, t, end, STARTS)
-            into = _read(x, t, end, I, i)
+            into = read(x, t, end, I, i)
             if BACKWARD:
-                gate = _read(z, t, end, I, i)
-                into = into * gate * _sigmoid(gate)
+                gate = read(z, t, end, I, i)
+                into = into * gate * sigmoid(gate)
             else:
                 into = into * step
             after = ()
             for n in tl.static_range(N):
                 decay = tl.exp2(step * A[n]) * keep
-                added = into * _read(w, t, end, N, n)
+                added = into * read(w, t, end, N, n)
                 if BACKWARD:
                     after = after + (decay * (h[n] + added),)
                 else:
@@ -156,9 +126,9 @@ def _read_group(dt, u, z, t, end, I: tl.constexpr, i, UNROLL: tl.constexpr):
     group = ()
     for k in tl.static_range(UNROLL):
         group = group + (
-            _read(dt, t + k, end, I, i, NO_STEP),
-            _read(u, t + k, end, I, i),
-            _read(z, t + k, end, I, i),
+            read(dt, t + k, end, I, i, NO_STEP),
+            read(u, t + k, end, I, i),
+            read(z, t + k, end, I, i),
         )
     return group
 
@@ -175,7 +145,8 @@ def forward_kernel(
     STARTS: tl.constexpr, CHUNK: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Writes y, the last state and, where KEEPS, the states that enter chunks."""
-    row, stretch, i, line, end = _place(T, LENGTH, I, CHANNELS)
+    row, stretch, column, line, end = find_place(T, LENGTH, I, CHANNELS)
+    i = column + tl.arange(0, CHANNELS)
     A = _read_states(a, I, N, i)
     B0 = tl.load(bias + i)
     D = tl.load(skip + i)
@@ -198,7 +169,7 @@ def forward_kernel(
     kept += (row * tl.cdiv(T, CHUNK) + stretch * (LENGTH // CHUNK)) * N * I
     ahead = _read_group(dt, u, z, 0, end, I, i, UNROLL)
     for m in range(0, end, UNROLL):
-        if KEEPS:  # noqa: SIM102 (Triton decides this one when it compiles)
+        if KEEPS:
             if m % CHUNK == 0:
                 _write_states(kept + m // CHUNK * N * I, h, I, N, i)
         here = ahead
@@ -214,14 +185,14 @@ def forward_kernel(
             after = ()
             for n in tl.static_range(N):
                 state = tl.exp2(step * A[n]) * keep * h[n]
-                state += step * x * _read(b, t, end, N, n)
-                out += state * _read(c, t, end, N, n)
+                state += step * x * read(b, t, end, N, n)
+                out += state * read(c, t, end, N, n)
                 after = after + (state,)
             h = after
-            outs = outs + (out * gate * _sigmoid(gate),)
+            outs = outs + (out * gate * sigmoid(gate),)
         # Written together: a write keeps the compiler from moving later reads ahead.
         for k in tl.static_range(UNROLL):
-            _write(y, m + k, end, I, i, outs[k])
+            write(y, m + k, end, I, i, outs[k])
     if stretch == tl.cdiv(T, LENGTH) - 1:
         _write_states(final + row * N * I, h, I, N, i)
 
@@ -232,10 +203,10 @@ def _step(
     STARTS: tl.constexpr,
 ):  # fmt: skip
     """Returns (dt + bias, step, u, b, decay [N, CHANNELS]) of a position."""
-    raw = _read(dt, t, end, I, i, NO_STEP) + B0
+    raw = read(dt, t, end, I, i, NO_STEP) + B0
     step = _softplus(raw)
     decay = tl.exp2(step[None, :] * A) * _read_keep(keeps, t, end, STARTS)
-    return raw, step, _read(u, t, end, I, i), _read(b, t, end, N, n), decay
+    return raw, step, read(u, t, end, I, i), read(b, t, end, N, n), decay
 
 
 # Chunks go from last to first. From the kept state the program walks to the start of
@@ -253,7 +224,8 @@ def backward_kernel(
     STARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes all gradients; of arrays that programs share, each program's part."""
-    row, stretch, i, line, end = _place(T, LENGTH, I, CHANNELS)
+    row, stretch, column, line, end = find_place(T, LENGTH, I, CHANNELS)
+    i = column + tl.arange(0, CHANNELS)
     GROUPS: tl.constexpr = CHUNK // UNROLL
     STATE: tl.constexpr = N * CHANNELS
     n = tl.arange(0, N)
@@ -318,28 +290,28 @@ def backward_kernel(
             for j in tl.static_range(UNROLL):
                 t = g * CHUNK + (m + 1) * UNROLL - 1 - j
                 raw, step, x, bt, decay, before = steps[UNROLL - 1 - j]
-                ct = _read(c, t, end, N, n)
-                gate_in = _read(z, t, end, I, i)
-                dy = _read(d_out, t, end, I, i)
+                ct = read(c, t, end, N, n)
+                gate_in = read(z, t, end, I, i)
+                dy = read(d_out, t, end, I, i)
                 # Through the gate y silu(z), whose y is computed again from the state.
-                gate = _sigmoid(gate_in)
+                gate = sigmoid(gate_in)
                 out = tl.sum(h * ct[:, None], axis=0) + D * x
                 d_gate = dy * out * gate * (1.0 + gate_in * (1.0 - gate))
-                _write(dz, t, end, I, i, d_gate)
+                write(dz, t, end, I, i, d_gate)
                 dy = dy * gate_in * gate
-                _write(dc, t, end, N, n, tl.sum(h * dy[None, :], axis=1))
+                write(dc, t, end, N, n, tl.sum(h * dy[None, :], axis=1))
                 # All of the state's gradient, and what it gives to the input.
                 dh += ct[:, None] * dy[None, :]
-                _write(db, t, end, N, n, tl.sum(dh * (step * x)[None, :], axis=1))
+                write(db, t, end, N, n, tl.sum(dh * (step * x)[None, :], axis=1))
                 of_input = tl.sum(dh * bt[:, None], axis=0)
-                _write(du, t, end, I, i, D * dy + step * of_input)
+                write(du, t, end, I, i, D * dy + step * of_input)
                 # The gradient of the state before, and of the exponent.
                 dh = decay * dh
                 exponent = dh * before
                 sum_a += exponent * step[None, :]
                 d_step = x * of_input + tl.sum(exponent * A, axis=0) / LOG2_E
-                d_raw = d_step * _sigmoid(raw)
-                _write(ddt, t, end, I, i, d_raw)
+                d_raw = d_step * sigmoid(raw)
+                write(ddt, t, end, I, i, d_raw)
                 sum_bias += d_raw
                 sum_skip += dy * x
                 h = before

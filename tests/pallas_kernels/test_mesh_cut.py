@@ -16,7 +16,7 @@ from pallas_kernels.chunk_attention import api as chunk_attention_api
 from pallas_kernels.chunk_attention import triton as chunk_attention_triton
 from pallas_kernels.gated_scan import GateLogits, gated_scan, queried_scan
 from pallas_kernels.gated_scan import api as gated_scan_api
-from pallas_kernels.gated_scan import triton as gated_scan_triton
+from pallas_kernels.gated_scan import xla as gated_scan_xla
 from pallas_kernels.mesh_cut import as_it_lies
 from pallas_kernels.selective_scan import api as selective_scan_api
 from pallas_kernels.selective_scan import selective_scan
@@ -50,7 +50,7 @@ def parts(monkeypatch):
         )
 
     for api, backend in (
-        (gated_scan_api, gated_scan_triton),
+        (gated_scan_api, gated_scan_xla),
         (chunk_attention_api, chunk_attention_triton),
         (selective_scan_api, selective_scan_xla),
     ):

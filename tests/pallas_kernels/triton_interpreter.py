@@ -45,7 +45,7 @@ def interpreted() -> Iterator[None]:
 
     process = subprocess.Popen(
         [os.environ["RECURJAX_TORCH_PYTHON"], __file__],
-        env=os.environ | {"PYTHONPATH": str(COMPILERS), "TRITON_INTERPRET": "1"},
+        env=os.environ | {"PYTHONPATH": f"{COMPILERS}:{ROOT}", "TRITON_INTERPRET": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -33,6 +33,7 @@ def scan(
     given=None,
     head=0,
     residuals=True,
+    ragged=False,
 ):
     """Returns a pass as a function of arrays, and their shapes.
 
@@ -42,6 +43,7 @@ def scan(
       given: dtype of a gate that is given as it is; None: logits like the streams.
       head: E of the queries that read the second stream; 0: none do.
       residuals: whether a backward pass follows.
+      ragged: whether rows have documents and lengths.
     """
     widths = (D,) if narrow is None else (D, narrow)
     gate = jax.ShapeDtypeStruct((B, T, D), dtype if given is None else given)
@@ -58,12 +60,17 @@ def scan(
         of_ends = jax.ShapeDtypeStruct((B, T // chunk, D), dtype)
         d_states = (*states[:-1], of_ends)
 
+    rows = (None, None)
+    if ragged:
+        lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
+        rows = (jax.ShapeDtypeStruct((B, T), bool), lengths)
+
     def by_group(queries):
         return queries.reshape(B, T, -1, head) if head else None
 
-    def call_of(gate, values, initial, queries):
+    def call_of(gate, values, initial, queries, rows):
         queries, options = by_group(queries), GatedScanOptions(chunk=chunk)
-        return GatedScanCall(gate, values, initial, None, None, queries, options)
+        return GatedScanCall(gate, values, initial, *rows, queries, options)
 
     def forward(*arrays):
         call = call_of(*arrays)
@@ -74,16 +81,16 @@ def scan(
         # All other saved states are among the outputs.
         return states, rest, saved[-1] if head and residuals else None
 
-    def backward(gate, values, initial, queries, states, *cotangents):
-        call = call_of(gate, values, initial, queries)
+    def backward(gate, values, initial, queries, rows, states, *cotangents):
+        call = call_of(gate, values, initial, queries, rows)
         of = backend.backward(call, states, ScanOutputs(*cotangents))
         of_queries = of.queries.reshape(queries.shape) if head else None
         return [of.gate, of.values, of.initial], of_queries
 
     if way == "forward":
-        return forward, (gate, values, initial, queries)
+        return forward, (gate, values, initial, queries, rows)
     cotangents = (d_states, initial, d_logits)
-    return backward, (gate, values, initial, queries, states, *cotangents)
+    return backward, (gate, values, initial, queries, rows, states, *cotangents)
 
 
 def training(*, B, T, D=2048, narrow=256, chunk=16, apart=False):
@@ -144,6 +151,10 @@ gpu_float32_backward = partial(
 )
 gpu_long_forward = partial(scan, triton, "forward", **_long)
 gpu_long_backward = partial(scan, triton, "backward", **_long)
+gpu_ragged_forward = partial(_gpu, "forward", ragged=True, **_queried)
+gpu_ragged_backward = partial(_gpu, "backward", ragged=True, **_queried)
+gpu_long_ragged_forward = partial(scan, triton, "forward", ragged=True, **_long)
+gpu_long_ragged_backward = partial(scan, triton, "backward", ragged=True, **_long)
 gpu_decode = partial(scan, xla, "forward", B=512, T=1, **_rat)
 gpu_inference = partial(inference, B=64, T=4096)
 gpu_inference_apart = partial(inference, B=64, T=4096, apart=True)

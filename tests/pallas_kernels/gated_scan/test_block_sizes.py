@@ -1,8 +1,5 @@
 """Block sizes of the op: given or refused; never another result."""
 
-from functools import partial
-
-import jax
 import pytest
 
 from pallas_kernels.gated_scan import (
@@ -14,20 +11,16 @@ from pallas_kernels.gated_scan import (
     xla,
 )
 from pallas_kernels.target import as_if
-from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.gated_scan.scan_cases import Case
 from tests.pallas_kernels.sized_programs import (
     GPU,
     TPU,
     assert_given_sizes_are_taken,
 )
-from tests.tolerances import assert_gradients_close
 
 RAT = Case(64, chunk=16, widths=(256, 128), head=128, logits=True)
 RNN = Case(300, widths=(128,), batch=1)
 SIZES = {
-    "triton": (RAT, GPU, BlockSizes(channels=32, unroll=4, warps=2)),
-    "triton in stretches": (RNN, GPU, BlockSizes(stretch=40)),
     "mosaic_tpu": (RAT, TPU, BlockSizes(stretch=4)),
     "xla in blocks": (RNN, GPU, BlockSizes(stretch=64)),
 }
@@ -54,22 +47,14 @@ def test_given_sizes_are_taken(name):
     assert_given_sizes_are_taken(run, (gate, values, queries), target, blocks)
 
 
-def test_the_passes_may_be_cut_differently():
-    """What is kept between them is laid out alike: sizes may differ."""
-    case = Case(12, chunk=4, batch=1, widths=(32, 16), head=16, logits=True)
-    cotangents = case.cotangents()
-    # Chunks whose queries the kernel reads; stretches that are no chunks, read apart.
-    sizes = [BlockSizes(stretch=4, unroll=1), BlockSizes(stretch=6, unroll=2)]
-
-    @partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def run(calls, cotangents):
-        _, states = triton.forward(calls[0], residuals=True)
-        gradients = [triton.backward(call, states, cotangents) for call in calls]
-        return [jax.tree.leaves(of_call) for of_call in gradients]
-
-    calls = [case.call(interpret=True, blocks=size) for size in sizes]
-    same, other = run(calls, cotangents)
-    assert_gradients_close(other, same)
+def test_given_sizes_go_before_the_heuristic_s_on_a_gpu():
+    sizes = BlockSizes(stretch=40, channels=32, unroll=3)
+    for backward in (False, True):
+        launch = triton.Launch.of(RNN.call(blocks=sizes), backward=backward)
+        assert (launch.stretch, launch.channels, launch.unroll) == (40, 32, 3)
+        assert launch.linked
+    chunks = triton.Launch.of(RAT.call(blocks=BlockSizes(stretch=16)), backward=False)
+    assert not chunks.linked
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,6 @@ def test_the_passes_may_be_cut_differently():
             {"channels": 64},
             "channels must be a power of two from 1 to 32, got 64",
         ),
-        (RNN, {"warps": 64}, "warps must be a power of two from 1 to 32, got 64"),
         (RAT, {"unroll": 32}, "unroll must be at most the 16 positions of a stretch"),
         (RAT, {"stretch": 32, "unroll": 32, "channels": 128}, None),
     ],

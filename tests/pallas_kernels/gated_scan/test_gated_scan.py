@@ -14,7 +14,6 @@ from pallas_kernels.gated_scan import (
     api,
     gated_scan,
     mosaic_tpu,
-    triton,
     xla,
 )
 from pallas_kernels.gated_scan.call import find_resets
@@ -26,8 +25,6 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, D, NARROW = 2, 4, 2
 CHUNK = 4
-TRITON = BlockSizes(stretch=4, channels=16, unroll=2)
-TRITON_CHUNKS = BlockSizes(stretch=4, channels=16, unroll=1)
 MOSAIC = BlockSizes(stretch=2)
 MOSAIC_CHUNKS = BlockSizes(stretch=4)
 
@@ -74,8 +71,6 @@ class TestLaws(OpLaws):
     reference = staticmethod(gated_scan_reference)
     backends = {
         "xla": (xla, {}),
-        "triton": (triton, {"interpret": True, "blocks": TRITON}),
-        "triton chunks": (triton, {"interpret": True, "blocks": TRITON_CHUNKS}),
         "mosaic_tpu": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC}),
         "mosaic_tpu chunks": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC_CHUNKS}),
     }
@@ -90,17 +85,6 @@ class TestLaws(OpLaws):
         OracleCase("xla", 13, dtype="bfloat16"),
         OracleCase("xla", 13, {"logits": True, "starts": True, "chunk": 4}),
         OracleCase("xla", 7, {"logits": True, "lengths": True}, "bfloat16"),
-        OracleCase("triton chunks", 13, {"chunk": 4, "starts": True, "logits": True}),
-        OracleCase("triton chunks", 13, {"chunk": 4, "starts": True}).slow(),
-        OracleCase("triton chunks", 1, {"chunk": 4}).slow(),
-        OracleCase("triton chunks", 7, {"chunk": 4, "lengths": True}).slow(),
-        OracleCase("triton chunks", 12, {"chunk": 4}, "bfloat16").slow(),
-        OracleCase("triton", 13, {"lengths": True, "widths": (16,)}),
-        OracleCase("triton", 1).slow(),
-        OracleCase("triton", 12, {"chunk": 5, "lengths": True}).slow(),
-        OracleCase("triton", 13, {"chunk": 5, "logits": True}).slow(),
-        OracleCase("triton", 13, {"logits": True, "starts": True}, "bfloat16").slow(),
-        OracleCase("triton", 7, {"starts": True}, "bfloat16").slow(),
         OracleCase(
             "mosaic_tpu chunks", 37, {"chunk": 4, "lengths": True, "widths": (128,)}
         ),

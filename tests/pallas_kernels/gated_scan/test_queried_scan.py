@@ -27,9 +27,6 @@ from tests.pallas_kernels.gated_scan.scan_cases import (
 from tests.tolerances import assert_values_close
 
 SLOW = pytest.mark.slow
-TRITON = {"interpret": True}
-TRITON_LINKED = TRITON | {"blocks": BlockSizes(stretch=6, channels=16, unroll=2)}
-TRITON_RAGGED = TRITON | {"blocks": BlockSizes(stretch=5, channels=16, unroll=2)}
 MOSAIC = {"interpret": True, "blocks": BlockSizes(stretch=4)}
 MOSAIC_LINKED = {"interpret": True, "blocks": BlockSizes(stretch=2)}
 
@@ -39,46 +36,9 @@ CASES = {
     "xla": (xla, SMALL._replace(starts=True, lengths=True), {}),
     "xla, one position": (xla, SMALL._replace(positions=1, chunk=1), {}),
     "xla, bfloat16": (xla, SMALL._replace(dtype="bfloat16"), {}),
-    "triton": (triton, SMALL._replace(starts=True), TRITON),
     "mosaic_tpu": (mosaic_tpu, WIDE._replace(lengths=True), MOSAIC),
 }
 SLOW_CASES = {
-    "triton, lengths": (triton, SMALL._replace(lengths=True), TRITON),
-    "triton, every channel its own": (
-        triton,
-        SMALL._replace(widths=(64, 64), head=32, logits=False),
-        TRITON,
-    ),
-    "triton, turns that are no chunk": (
-        triton,
-        SMALL._replace(positions=15, chunk=5, widths=(128, 32), head=32),
-        TRITON_RAGGED,
-    ),
-    "triton, heads of several programs": (
-        triton,
-        SMALL._replace(widths=(256, 128), head=128),
-        TRITON,
-    ),
-    "triton, three groups of two tiles": (
-        triton,
-        SMALL._replace(widths=(96, 16), starts=True),
-        TRITON,
-    ),
-    "triton, narrow values": (triton, SMALL._replace(widths=(16, 64)), TRITON),
-    "triton, chunks of one": (
-        triton,
-        SMALL._replace(positions=6, chunk=1),
-        TRITON_RAGGED | {"blocks": BlockSizes(stretch=1, channels=16, unroll=2)},
-    ),
-    "triton, values narrower than heads: read apart": (
-        triton,
-        SMALL._replace(widths=(16, 64), head=32),
-        TRITON,
-    ),
-    "triton, one chunk: read apart": (triton, SMALL._replace(chunk=12), TRITON),
-    "triton, linked: read apart": (triton, SMALL, TRITON_LINKED),
-    "triton, heads of 8: read apart": (triton, SMALL._replace(head=8), TRITON),
-    "triton, bfloat16": (triton, SMALL._replace(dtype="bfloat16"), TRITON),
     "mosaic_tpu, every channel its own": (
         mosaic_tpu,
         WIDE._replace(widths=(256, 256), head=128, starts=True, logits=False),
@@ -112,49 +72,30 @@ def test_values_and_gradients_are_those_of_the_definition(name):
     check(backend, case, **options)
 
 
-@pytest.mark.parametrize(
-    "backend, case, options",
-    [
-        (triton, SMALL._replace(lengths=True, starts=True), TRITON),
-        pytest.param(
-            mosaic_tpu,
-            WIDE._replace(lengths=True, dtype="bfloat16"),
-            MOSAIC,
-            marks=SLOW,
-        ),
-    ],
-    ids=["triton", "mosaic_tpu"],
-)
-def test_without_a_backward_pass_the_keys_are_written_at_ends_alone(
-    backend, case, options
-):
-    call = case.call(**options)
-    both = [partial(backend.forward, residuals=needed) for needed in (True, False)]
+@SLOW
+def test_without_a_backward_pass_the_keys_are_written_at_ends_alone():
+    call = WIDE._replace(lengths=True, dtype="bfloat16").call(**MOSAIC)
+    both = [partial(mosaic_tpu.forward, residuals=needed) for needed in (True, False)]
     (want, states), (got, nothing) = (
         jax.jit(function, compiler_options=QUICK_COMPILE)(call) for function in both
     )
-    assert nothing is None and states[1].shape[1] == case.positions
+    assert nothing is None and states[1].shape[1] == WIDE.positions
     assert_values_close(got, want)
     # Two streams of all states, and one.
     assert [written_whole(function, call) for function in both] == [2, 1]
 
 
-def written_whole(function, call) -> int:
+def written_whole(function, call, launched_by: str = "pallas_call") -> int:
     """Counts the kernel's results that are as large as the gate."""
     program = jax.make_jaxpr(function)(call)
-    (launch,) = (e for e in program.eqns if e.primitive.name == "pallas_call")
+    (launch,) = (e for e in program.eqns if e.primitive.name == launched_by)
     return [x.aval.size for x in launch.outvars].count(call.gate.logits.size)
 
 
 @SLOW
-@pytest.mark.parametrize(
-    "backend, case, options",
-    [(triton, SMALL, TRITON), (mosaic_tpu, WIDE, MOSAIC)],
-    ids=["triton", "mosaic_tpu"],
-)
-def test_gradients_are_the_slopes_of_the_values(backend, case, options):
-    given = case._replace(logits=False, starts=True, lengths=True)
-    check_finite_difference(backend, given, **options)
+def test_gradients_are_the_slopes_of_the_values():
+    given = WIDE._replace(logits=False, starts=True, lengths=True)
+    check_finite_difference(mosaic_tpu, given, **MOSAIC)
 
 
 def test_the_op_is_the_scan_and_what_its_queries_read():

@@ -1,61 +1,63 @@
-"""The GPU kernels in interpret mode against the definition."""
+"""How the GPU backend cuts calls and what it refuses; for values: the torch lane."""
 
 import re
 
+import jax
 import pytest
 
-from pallas_kernels.gated_scan import BlockSizes, triton
-from pallas_kernels.gated_scan.triton_launch import choose_tiles
-from tests.pallas_kernels.gated_scan.scan_cases import (
-    Case,
-    check,
-    check_finite_difference,
-)
-
-BLOCKS = BlockSizes(stretch=4, channels=16, unroll=2)
-WHOLE = BlockSizes(stretch=16, channels=8, unroll=4)
-SLOW = pytest.mark.slow
+from pallas_kernels.gated_scan import triton
+from pallas_kernels.gated_scan.call import GatedScanCall, GatedScanOptions
+from pallas_kernels.gated_scan.triton import Launch
+from tests.pallas_kernels.gated_scan.scan_cases import Case
 
 
-@SLOW
-def test_gradients_are_the_slopes_of_the_values():
-    case = Case(positions=7, starts=True, lengths=True)
-    check_finite_difference(triton, case, blocks=BLOCKS, interpret=True)
-
-
-@SLOW
-def test_one_program_can_run_a_whole_row_of_three_streams():
-    case = Case(positions=13, chunk=5, widths=(48, 16, 16))
-    check(triton, case, blocks=WHOLE, interpret=True)
+def launch(*, B, T, width=2048, chunk=None, head=0, backward=False) -> Launch:
+    """Returns the cut of 2048 channels with a stream of `width`."""
+    gate, narrow = (jax.ShapeDtypeStruct((B, T, D), "bfloat16") for D in (2048, width))
+    queries = None
+    if head:
+        queries = jax.ShapeDtypeStruct((B, T, width // head, head), "bfloat16")
+    options = GatedScanOptions(chunk=chunk)
+    call = GatedScanCall(gate, (gate, narrow), (), None, None, queries, options)
+    return Launch.of(call, backward=backward)
 
 
 def test_a_sequence_is_cut_where_batch_and_channels_do_not_fill_the_device():
-    size = {"D": 2048, "width": 2048, "chunk": None}
-    assert choose_tiles(B=64, T=4096, **size).positions == 4096
-    assert choose_tiles(B=1, T=262144, **size).positions == 4096
-    assert choose_tiles(B=1, T=262144, **size).linked
+    whole = launch(B=32, T=4096)
+    assert whole.stretch == 4096 and not whole.linked
+    cut = launch(B=1, T=262144)
+    assert cut.linked and cut.stretches == 66  # 2112 warps
+    assert launch(B=1, T=1024).stretch == triton.SHORTEST_STRETCH
 
 
 def test_chunks_are_programs_unless_they_are_few_and_long():
-    size = {"B": 1, "T": 4096, "D": 2048, "width": 256}
-    short = choose_tiles(**size, chunk=16)
-    assert not short.linked and short.positions == 16
-    assert choose_tiles(**size, chunk=2048).linked
+    size = {"B": 1, "T": 4096, "width": 256}
+    short = launch(**size, chunk=16)
+    assert not short.linked and short.stretch == 16
+    assert launch(**size, chunk=2048).linked
+    # One chunk is a row: queries read its states in the kernel.
+    assert not launch(B=8, T=64, width=256, chunk=64, head=128).linked
 
 
 def test_a_program_has_channels_of_one_head_and_as_many_as_registers_hold():
-    size = {"B": 1, "T": 4096, "D": 2048, "chunk": 16}
-    assert choose_tiles(**size, width=256).channels == 64
-    assert choose_tiles(**size, width=128).channels == 32  # 16 tiles of each
-    assert choose_tiles(**size, width=256, head=128).channels == 64
-    assert choose_tiles(**size, width=512, head=96).channels == 32
+    size = {"B": 1, "T": 4096, "chunk": 16}
+    assert launch(**size, width=256).channels == 64
+    assert launch(**size, width=256, backward=True).channels == 32
+    assert launch(**size, width=128).channels == 32  # 16 tiles of each
+    assert launch(**size, width=256, head=128).channels == 64
+    assert launch(**size, width=512, head=32).channels == 32
+
+
+def test_a_stretch_s_elements_are_counted_in_32_bits():
+    long = launch(B=64, T=2**19)
+    assert long.stretches == 2 and long.stretch * 2048 == 2**29
 
 
 @pytest.mark.parametrize(
     ("widths", "dtype", "message"),
     [
+        ((64, 64, 64), "float32", "scans one or two streams, got 3"),
         ((40,), "float32", "multiple of 16, got 40"),
-        ((64, 32, 16), "float32", "one other width, got 16 and .32."),
         ((512, 16), "float32", "tiles a stream 16 times at most, got 32"),
         ((64,), "float16", "computes in float32 and bfloat16, got gate of float16"),
     ],
