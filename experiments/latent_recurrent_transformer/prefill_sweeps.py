@@ -25,7 +25,7 @@ from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
 from recurjax.losses.cross_entropy import token_losses
-from recurjax.model import Decoder
+from recurjax.model import Decoder, as_latent_memory
 from recurjax.sharding import MeshConfig, make_mesh, placed
 from recurjax.training.run import load_run
 from recurjax.types import Array, Batch, Tokens
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="prefill_sweeps.py")
     loaded = load_run(options.run)
-    if getattr(loaded.experiment.model.stack, "memory", None) is None:
+    if as_latent_memory(loaded.model.stack) is None:
         raise UserError(f"{options.run} has no latent memory: name a run that does")
     length = options.length or loaded.experiment.training.length
     dataset = open_dataset(loaded.experiment.data, tokenizer=loaded.tokenizer)
