@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ _FOLDERS = {
 
 _DEBUG = "--debug"
 _OWN_FLAGS = "--own-xla-flags"
+_PIPE_CLOSED = 128 + 13
+"""Exit code of a command whose output nobody reads, as shells give SIGPIPE."""
 _PACKAGE = Path(__file__).parents[1]
 _READ_PROGRAMS = ("generate", "chat", "serve", "evaluate")
 _KEEP_PROGRAMS = ("train", *_READ_PROGRAMS)
@@ -59,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       0; 2 after a mistake of the user's, said in one sentence; 130 after Ctrl-C; 70
-      after an error of recurjax' own, which is said in one sentence too.
+      after an error of recurjax' own, which is said in one sentence too; 141 where
+      nobody reads standard output to its end, as in `recurjax --help | head -3`.
     """
     # Called with words it is a part of another program, which has its own signals.
     watch = early_interrupt.watched if argv is None else nullcontext
@@ -71,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             process_group.end(1)
         raise
+    if argv is None and _reader_left():
+        code = _PIPE_CLOSED
     process_group.end(code)
     if code == early_interrupt.CODE and argv is None and not active_children():
         _end_at_once(code)
@@ -122,6 +128,8 @@ def _answer(argv: Sequence[str] | None) -> int:
         print(f"recurjax: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, a file that cannot be read or written
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return _PIPE_CLOSED
         print(f"recurjax: {error}", file=sys.stderr)
         return 2
     except Exception as error:
@@ -150,6 +158,17 @@ def _answer(argv: Sequence[str] | None) -> int:
         return _interrupted()
     except SystemExit as end:  # tyro prints what is wrong with an option's value
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _reader_left() -> bool:
+    """Whether standard output is a pipe that nobody reads; then no more is written."""
+    output = select.poll()
+    output.register(1, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    # Python flushes as it ends, and would report an error.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
 
 
 def _interrupted() -> int:

@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 
 import jax
@@ -101,3 +103,23 @@ def test_a_file_of_flags_stays_alone(monkeypatch, failing, tmp_path):
     main.host._set_flags({"--xla_other": "1"})
     assert main.os.environ["XLA_FLAGS"] == str(tmp_path / "flags")
     assert_refused(recurjax("train"), "has run")
+
+
+@pytest.mark.parametrize("words", [("--version",), ("plan", "--help")])
+def test_a_reader_that_stops_reading_is_no_error(words):
+    """As `recurjax ... | head -1` does, whether the text fills the pipe or not."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "recurjax.cli.main", *words],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_one_sentence(failing):
+    failing(BrokenPipeError(32, "Broken pipe"))
+    assert_refused(recurjax("train"), "Broken pipe")
