@@ -70,6 +70,7 @@ def scan_loss(logits, bias, wide, narrow, start, implementation):
         gate,
         (wide, narrow),
         initial=(start, start),
+        starts=jnp.arange(wide.shape[1]) == jnp.arange(wide.shape[0])[:, None],
         lengths=lengths,
         implementation=implementation,
     )
