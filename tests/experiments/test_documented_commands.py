@@ -23,7 +23,9 @@ from tests.cli.commands import recurjax
 from tests.convert.hf_directories import copy_of, rewrite
 from tests.golden.cases import OWN
 
-pytestmark = pytest.mark.slow  # A step for eight devices takes long to compile.
+pytestmark = pytest.mark.slow
+# A step for eight devices takes long to compile: `make test-slow` has one paper of each
+# kind of data and one that starts from a pretrained model.
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = 60
@@ -166,6 +168,7 @@ def test_rat_on_fineweb_and_pg19(place, quick_compilation):
     start("rat", tiny={"": tiny, "pg19_8k_rat64": tiny})
 
 
+@pytest.mark.sweep
 def test_the_latent_recurrent_transformer_on_fineweb(place, quick_compilation):
     tiny = SIZE | stack(**HEADS, key_heads="2", mlp_width="32", length="32")
     tiny |= stack(value_gate_channels="8", vocabulary="300")
@@ -178,6 +181,7 @@ def test_the_latent_recurrent_transformer_on_fineweb(place, quick_compilation):
 TEXT = ["--training.length", "16"]
 
 
+@pytest.mark.sweep
 def test_relaxed_recursive_transformers_from_gemma(place, quick_compilation):
     paper = "relaxed_recursive_transformer"
     write_checkpoint(place / "google/gemma-2b", "gemma", tokens=256_000, rows=256_000)
@@ -209,6 +213,7 @@ def test_relaxed_recursive_transformers_from_pythia(place, quick_compilation):
     assert random["model"]["stack"]["transformer"] == full["stack"]
 
 
+@pytest.mark.sweep
 def test_recurformer_from_qwen2(place, quick_compilation):
     """Its tables have more rows than its tokenizer has tokens."""
     model, rows = "qwen2_0_5b", 151_936

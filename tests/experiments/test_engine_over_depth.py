@@ -18,7 +18,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(bench, "MOST", 6)
 
 
-@pytest.mark.slow  # Six engines and three models to compile.
+@pytest.mark.sweep  # Six engines and three models to compile.
 def test_every_policy_has_a_row(quick_compilation, tiny):
     rows = list(bench.rows(bench.Options(repeats=1, requests=3)))
     names = [f"relaxed_recursive_transformer/engine_{p}/serve" for p in bench.POLICIES]

@@ -26,7 +26,7 @@ def test_the_variants_are_of_one_size(english):
     assert len(names) == 6 and max(sizes) / min(sizes) < 1.005
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_small_set_trains_and_draws_its_curves(english, tmp_path, capsys):
     text = tmp_path / "english.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 3000)

@@ -90,14 +90,14 @@ def check_values(case: Case, programs: int = PROGRAMS) -> None:
 
 
 # 19 positions are two tiles: the second meets the first through the prefix.
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("positions", [1, 16, 19])
 def test_the_kernel_computes_what_the_reference_does(positions):
     check_values(PLAIN._replace(positions=positions))
 
 
 # 56 columns do not divide the weights': a stage's last group has some of another's.
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_columns_that_two_groups_have_count_once():
     cut = choose_cut(LayerWidths(128, 128, 256), most=20, shared=SHARED)
     assert cut is not None and (cut.columns, cut.programs) == (56, 20)
@@ -105,7 +105,7 @@ def test_columns_that_two_groups_have_count_once():
 
 
 # Three blocks of 64 rows are at several stages; both parts of w_down add up.
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_several_blocks_of_rows_are_the_reference_s():
     check_values(PLAIN._replace(positions=3, batch=130))
 
@@ -116,7 +116,7 @@ def test_the_parts_of_the_papers_width_are_the_reference_s():
     check_values(PLAIN._replace(positions=2, inner=512), programs=20)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "changes",
     [
@@ -130,7 +130,7 @@ def test_switches_of_a_layer_are_the_reference_s(changes):
     check_values(PLAIN._replace(positions=3, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_what_a_backward_pass_reads_is_left():
     """Attention over z's pairs and the own one, as one dense product."""
     case = PLAIN._replace(positions=19)
@@ -338,7 +338,7 @@ def test_the_device_is_an_h100_or_refused(device, reason):
                 hopper_layers(x, weights, spec=PLAIN.spec)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_script_runs_at_its_smallest_here(tmp_path):
     out = tmp_path / "report.json"
     script.main(["--out", str(out), "--tiny", "--repeats", "1"])
@@ -364,7 +364,7 @@ def compilers():
         pytest.skip("Mosaic GPU kernels need a ptxas on PATH to compile")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_tile_on_h100_is_one_kernel(compilers):
     summary = ask("h100", "tests.compile_target:summary_of", f"{CASES}:layer")
     kernels = [
@@ -374,7 +374,7 @@ def test_a_tile_on_h100_is_one_kernel(compilers):
     assert sorted(filter(None, kernels)) == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("batch", [32, 1024])
 def test_the_kernel_spills_nothing_and_waits_where_it_must(batch, compilers):
     resources = ask("h100", f"{CASES}:resources", batch)

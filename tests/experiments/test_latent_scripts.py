@@ -54,7 +54,7 @@ def test_as_many_sweeps_as_tokens_are_exact(script, tmp_path, capsys):
     assert exact[:4] == [0, 0, 0, 100] and all_of_them[4] == exact[4] > 4
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_small_set_trains_and_goes_on(script, tmp_path, capsys):
     small = script("latent_shakespeare")
     # base_2x is the quickest to compile.

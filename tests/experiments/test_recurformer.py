@@ -201,7 +201,7 @@ def test_the_mqar_set_trains_and_prints_its_table(script, tmp_path, capsys):
     assert row.startswith("| beta 0.5 | 0.")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     script, tmp_path, monkeypatch, capsys
 ):

@@ -99,7 +99,7 @@ def test_after_its_minutes_a_set_is_told_to_stop(script, monkeypatch):
         module.stopped_after(0).__enter__()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch):
     byte_model = script("byte_model")
     wanted = ("base_on", "reduced", "stepwise_exits", "rank8_svd")

@@ -120,7 +120,7 @@ def test_sigterm_to_one_process_makes_both_save_and_exit(quick_compilation, tmp_
     stop_when_saved(pair, tmp_path / "tiny")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_hosts_of_a_tpu_slice_join_save_on_sigterm_and_resume(
     quick_compilation, tmp_path
 ):

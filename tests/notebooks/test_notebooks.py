@@ -65,6 +65,14 @@ a hundred training steps do not make up for."""
 
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("name", NAMES)
+QUICK = {
+    "compare_variants.ipynb",
+    "first_tour.ipynb",
+    "pretrained_and_back.ipynb",
+    "rat.ipynb",
+    "recurrent_transformer.ipynb",
+}
+"""What `make test-slow` runs: the rest takes two and a half minutes."""
 
 
 @pytest.fixture
@@ -143,8 +151,13 @@ def streams_of(notebook) -> list:
     return [output for output in outputs if output.output_type == "stream"]
 
 
-@pytest.mark.slow
-@every_notebook
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=getattr(pytest.mark, "slow" if name in QUICK else "sweep"))
+        for name in NAMES
+    ],
+)
 def test_a_notebook_runs_quietly_to_its_end_and_shows_what_it_promises(
     name, kernel, installed, tmp_path
 ):

@@ -103,7 +103,7 @@ def test_a_roofline_is_drawn_where_there_are_peaks(tmp_path):
         plot_roofline([("a", planned(1, 0.1, failed="no room"))], file)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_sweeps_two_cpus(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     file = tmp_path / "sweep.json"

@@ -12,9 +12,7 @@ CASE = "tests.pallas_kernels.recurrent_prefill.compile_cases:gpu_class"
 # a sweep of some half a minute each.
 SLOW = {
     ("8.6", "wide heads", "float32"),
-    ("8.6", "grouped heads", "bfloat16"),
     ("9.0", "many rows", "bfloat16"),
-    ("9.0", "few rows", "bfloat16"),
     # Every kernel in a branch, for layers that have a tile.
     ("9.0", "wavefront", "bfloat16"),
 }

@@ -23,6 +23,7 @@ from tests.tolerances import assert_close, assert_gradients_close, assert_values
 
 quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
 slow = partial(pytest.param, marks=pytest.mark.slow)
+sweep = partial(pytest.param, marks=pytest.mark.sweep)
 LAYERS = 2
 PLAIN, GROUPED, FREE, ABLATED, BLOCKED = SPECS
 # (spec, schedule, tile in blocks, packed documents)
@@ -33,13 +34,13 @@ CASES = [
     slow(FREE, "wavefront", 2, False),
     slow(ABLATED, "prefix", 16, False),
     slow(PLAIN, "naive", None, False),
-    slow(PLAIN, "prefix", 1, True),
-    slow(GROUPED, "wavefront", 3, True),
-    slow(GROUPED, "naive", None, True),
-    slow(BLOCKED, "naive", None, False),
-    slow(BLOCKED, "prefix", 1, True),
-    slow(FREE, "prefix", 5, True),
-    slow(ABLATED, "wavefront", 13, True),
+    sweep(PLAIN, "prefix", 1, True),
+    sweep(GROUPED, "wavefront", 3, True),
+    sweep(GROUPED, "naive", None, True),
+    sweep(BLOCKED, "naive", None, False),
+    sweep(BLOCKED, "prefix", 1, True),
+    sweep(FREE, "prefix", 5, True),
+    sweep(ABLATED, "wavefront", 13, True),
 ]
 
 
@@ -105,7 +106,7 @@ def test_each_bias_stands_for_itself(absent):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(BLOCKED, "prefix"), slow(GROUPED, "wavefront"), slow(PLAIN, "prefix")],
+    [(BLOCKED, "prefix"), slow(GROUPED, "wavefront"), sweep(PLAIN, "prefix")],
 )
 def test_gradients_flow_through_a_ragged_cache(name, schedule):
     """Three calls, rows at their own positions, give the gradients of one."""
