@@ -107,6 +107,7 @@ IN_ROOMS = {
 REASONS = {
     "reads what comes with the package, or the system's own files": [
         "bench.report:_processor",
+        "cli.main:_reader_left",
         "convert.torch.export:auto_source",
         "convert.torch.export:torch_source",
         "data.corpora.documents:embedded_text",
