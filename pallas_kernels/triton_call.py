@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import target
 
@@ -70,6 +71,11 @@ def find_stretches(
     if warps >= enough:
         return stretches
     return max(stretches, min(-(-full // warps), T // shortest))
+
+
+def float32_shape(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an output in float32."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def launch(

@@ -70,7 +70,7 @@ def fields_of(kind: type) -> list[Any]:
     ]
 
 
-def refused(config: Any, name: str, value: Any) -> None:
+def refused(config: Any, name: str, value: Any, message: str | None = None) -> None:
     """Checks what a config says of one field, the first that it looks at.
 
     The others may be of no use, and `__init__` is not called: in tests it would check
@@ -81,9 +81,8 @@ def refused(config: Any, name: str, value: Any) -> None:
         default = None if field.default is dataclasses.MISSING else field.default
         object.__setattr__(one, field.name, default)
     object.__setattr__(one, name, value)
-    with pytest.raises(
-        UserError, match=rf"^{config.__name__}\.{name}: must be .*, got"
-    ):
+    usual = rf"^{config.__name__}\.{name}: must be .*, got"
+    with pytest.raises(UserError, match=message or usual):
         one.__post_init__()
 
 

@@ -22,6 +22,7 @@ from pallas_kernels.gated_scan.call import (
 from pallas_kernels.gated_scan.queries import ends_of, pull_apart, read_apart
 from pallas_kernels.powers import next_power, refusal_of_size
 from pallas_kernels.target import refusal_of_triton
+from pallas_kernels.triton_call import float32_shape
 
 Array = jax.Array
 
@@ -68,11 +69,11 @@ class Launch:
         readable = call.head > 0 and call.head % 16 == W % call.head == 0
         head = call.head if readable else 0
         # A program's channels are of one head: the width without heads.
-        whole, tiles = math.gcd(head, W), next_power(D // W)
+        divisor, tiles = math.gcd(head, W), next_power(D // W)
         # Of an array a program holds that many numbers at a time, or what it must. The
         # backward pass holds twice as many arrays.
         numbers = 256 if backward else 512
-        channels = min(whole & -whole, 64, max(16, numbers // tiles))
+        channels = min(divisor & -divisor, 64, max(16, numbers // tiles))
         channels = blocks.channels or channels
         unroll = max(1, min(8, numbers // (tiles * channels)))
         chunk = min(call.options.chunk or T, T)
@@ -140,7 +141,7 @@ class Launch:
         if backward:
             x = x._replace(widths=(self.D, self.D))
         [summaries] = self.run(
-            "summarize_kernel", x, *arrays, out_shape=[_float32(*shape)],
+            "summarize_kernel", x, *arrays, out_shape=[float32_shape(*shape)],
             BACKWARD=backward,
         )  # fmt: skip
         return summaries
@@ -173,8 +174,8 @@ def expressible(call: GatedScanCall) -> str | None:
         return reason
     launch = Launch.of(call, backward=False)
     # Heads that linked stretches read apart bound no program's channels.
-    whole = math.gcd(0 if launch.linked else launch.head, W)
-    reason = refusal_of_size("channels", launch.channels, most=whole & -whole)
+    divisor = math.gcd(0 if launch.linked else launch.head, W)
+    reason = refusal_of_size("channels", launch.channels, most=divisor & -divisor)
     if reason is None and launch.unroll > launch.stretch:
         return (
             f"unroll must be at most the {launch.stretch} positions of a stretch, got "
@@ -201,8 +202,8 @@ def forward(
         out_shape=[
             jax.ShapeDtypeStruct(shapes[0], v0.dtype),
             jax.ShapeDtypeStruct(shapes[1] if x.streams == 2 else (1,), v1.dtype),
-            _float32(B, x.streams, D),
-            _float32(B, T, parts) if x.reads else _float32(1),
+            float32_shape(B, x.streams, D),
+            float32_shape(B, T, parts) if x.reads else float32_shape(1),
         ],
         LINKED=launch.summaries,
         QUERIES=x.reads,
@@ -237,7 +238,7 @@ def backward(
     summaries = launch.summarize(x, *d_states, d_finals, backward=True)
     shape = jax.ShapeDtypeStruct
     v0, v1 = x.values
-    padding = _float32(1)
+    padding = float32_shape(1)
     d_gate, d_v0, d_v1, d_queries, d_initial, d_bias = launch.run(
         "backward_kernel",
         x,
@@ -248,8 +249,8 @@ def backward(
             shape(v0.shape, v0.dtype),
             shape(v1.shape, v1.dtype) if x.streams == 2 else padding,
             shape(x.queries.shape, x.queries.dtype) if x.reads else padding,
-            _float32(B, x.streams, D),
-            _float32(B, launch.stretches, D) if x.logits else padding,
+            float32_shape(B, x.streams, D),
+            float32_shape(B, launch.stretches, D) if x.logits else padding,
         ],
         LINKED=launch.summaries,
         QUERIES=x.reads,
@@ -315,7 +316,3 @@ class _Arrays(NamedTuple):
 
 def _stacked(states: tuple[Array, ...]) -> Array:
     return jnp.stack([h.astype(jnp.float32) for h in states], axis=1)
-
-
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

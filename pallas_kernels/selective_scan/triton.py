@@ -17,6 +17,7 @@ from pallas_kernels.selective_scan.call import (
     refusal_of_unroll,
 )
 from pallas_kernels.target import refusal_of_triton
+from pallas_kernels.triton_call import float32_shape
 
 Array = jax.Array
 
@@ -119,7 +120,10 @@ class Launch:
         if self.stretches == 1:
             return [arrays[2]] * 2
         shape = (self.B, self.stretches)
-        out_shape = [_float32(*shape, self.I), _float32(*shape, self.N, self.I)]
+        out_shape = [
+            float32_shape(*shape, self.I),
+            float32_shape(*shape, self.N, self.I),
+        ]
         return self.run("summarize_kernel", *arrays, out_shape=out_shape, **switches)
 
 
@@ -166,12 +170,14 @@ def forward(
         *(*inputs, x.z, x.bias, x.keeps), STARTS=x.starts, BACKWARD=False
     )
     y = jax.ShapeDtypeStruct(call.u.shape, call.u.dtype)
-    kept = _float32(B, -(-T // launch.chunk), N, I) if residuals else _float32(1)
+    kept = (
+        float32_shape(B, -(-T // launch.chunk), N, I) if residuals else float32_shape(1)
+    )
     initial = call.initial.astype(jnp.float32).swapaxes(1, 2)
     y, final, kept = launch.run(
         "forward_kernel",
         *(*inputs, call.c, x.skip, x.z, x.bias, initial, x.keeps, *summaries),
-        out_shape=[y, _float32(B, N, I), kept],
+        out_shape=[y, float32_shape(B, N, I), kept],
         STARTS=x.starts,
         CHUNK=launch.chunk,
         KEEPS=residuals,
@@ -194,7 +200,7 @@ def backward(
         BACKWARD=True,
     )
     wide = jax.ShapeDtypeStruct
-    shared = _float32(I // launch.channels, B, T, N)
+    shared = float32_shape(I // launch.channels, B, T, N)
     scratch = (launch.programs, launch.chunk // launch.unroll, N, launch.channels)
     du, ddt, dz, db, dc, da, d_initial, d_skip, d_bias, _ = launch.run(
         "backward_kernel",
@@ -204,8 +210,8 @@ def backward(
         *(*summaries, B),
         out_shape=[
             *(wide(v.shape, v.dtype) for v in (call.u, call.dt, x.z)),
-            *(shared, shared, _float32(B, S, N, I), _float32(B, N, I)),
-            *(_float32(B, S, I), _float32(B, S, I), _float32(*scratch)),
+            *(shared, shared, float32_shape(B, S, N, I), float32_shape(B, N, I)),
+            *(float32_shape(B, S, I), float32_shape(B, S, I), float32_shape(*scratch)),
         ],
         STARTS=x.starts,
         CHUNK=launch.chunk,
@@ -247,7 +253,3 @@ class _Arrays(NamedTuple):
             keeps=jnp.ones(1) if starts is None else 1 - starts.astype(float32),
             starts=starts is not None,
         )
-
-
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

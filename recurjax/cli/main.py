@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             process_group.end(1)
         raise
     if argv is None and _reader_left():
-        code = _PIPE_CLOSED
+        code = code or _PIPE_CLOSED
     process_group.end(code)
     if code == early_interrupt.CODE and argv is None and not active_children():
         _end_at_once(code)

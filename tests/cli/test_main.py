@@ -105,9 +105,8 @@ def test_a_file_of_flags_stays_alone(monkeypatch, failing, tmp_path):
     assert_refused(recurjax("train"), "has run")
 
 
-@pytest.mark.parametrize("words", [("--version",), ("plan", "--help")])
-def test_a_reader_that_stops_reading_is_no_error(words):
-    """As `recurjax ... | head -1` does, whether the text fills the pipe or not."""
+def run_unread(*words):
+    """Runs a command of its own, whose output nobody reads."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -117,7 +116,18 @@ def test_a_reader_that_stops_reading_is_no_error(words):
         text=True,
     )
     os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", [("--version",), ("plan", "--help")])
+def test_a_reader_that_stops_reading_is_no_error(words):
+    """As `recurjax ... | head -1` does, whether the text fills the pipe or not."""
+    assert run_unread(*words) == (141, "")
+
+
+def test_a_mistake_keeps_its_code_where_nobody_reads():
+    code, err = run_unread("plna")
+    assert code == 2 and "did you mean" in err
 
 
 def test_another_broken_pipe_is_one_sentence(failing):

@@ -166,7 +166,7 @@ def test_several_slices_of_one_host_are_several_processes(on_tpu_vm):
 
 @pytest.mark.parametrize(("code", "requests"), [(404, 1), (503, 3)])
 def test_an_attribute_that_is_missing_is_asked_for_once(on_tpu_vm, code, requests):
-    """A server that is not ready yet is asked again."""
+    """A server that is not ready yet gets three requests."""
     codes = []
 
     def fails(_, request, timeout):

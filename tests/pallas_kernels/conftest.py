@@ -1,6 +1,9 @@
-"""Gives each law of `laws.OpLaws` the cases of the op that inherits it."""
+"""Gives each law of `laws.OpLaws` the cases of the op that inherits it, and `triton`
+launches to Triton's interpreter."""
 
 import pytest
+
+from tests.pallas_kernels import triton_interpreter
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -15,3 +18,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _marked(backend: str):
     """Leaves the kernels' runs to `-m slow`: compiling each in Pallas takes seconds."""
     return pytest.param(backend, marks=() if backend == "xla" else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def interpreted_launches():
+    """Has Triton's interpreter run what backends launch; skips where it is absent."""
+    reason = triton_interpreter.reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    with triton_interpreter.interpreted():
+        yield

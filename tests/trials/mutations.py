@@ -117,7 +117,12 @@ class PytestRun(NamedTuple):
 
 
 def run_tests(
-    words: list[str], root: Path, *, seconds: float, any_end: bool = False
+    words: list[str],
+    root: Path,
+    *,
+    seconds: float,
+    marks: str = "not slow",
+    any_end: bool = False,
 ) -> PytestRun:
     """Runs pytest on a copy of the tree, in a fork: what is imported here stays so.
 
@@ -125,6 +130,8 @@ def run_tests(
       words: for pytest.
       root: of the copy.
       seconds: of processor time that it may take; waiting, ten times as many.
+      marks: of the tests, as pytest's -m takes them; by default those that every
+        change runs.
       any_end: returns the code of a pytest that could not run or was killed, too.
 
     Raises:
@@ -137,7 +144,7 @@ def run_tests(
         # A clock would count what else the machine does.
         limit = math.ceil(seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
-        _test(words, root, output)
+        _test(["-m", marks, *words], root, output)
     code, taken = _end_of(child, 10 * seconds)
     if code not in (0, 1, 2, 5, None) and not any_end:
         raise SystemExit(f"pytest {words}: {output.read_text()[-2000:]}")
@@ -159,8 +166,7 @@ def _test(words: list[str], root: Path, output: Path) -> None:
         ours = ("recurjax", "pallas_kernels", "experiments", "tests")
         for name in [name for name in sys.modules if name.split(".")[0] in ours]:
             del sys.modules[name]
-        # "not slow": every change runs those.
-        fixed = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        fixed = ["-x", "-q", "-p", "no:cacheprovider"]
         fixed += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported here
         code = int(pytest.main([*fixed, *words]))
     except BaseException:

@@ -302,12 +302,13 @@ class Lane(NamedTuple):
     Attributes:
       marks: of the tests, as pytest's -m takes them.
       seconds: of processor time that they may take without a change.
-      files: under which name their times are kept.
+      files, tests: under which names answers keep times of files, and a mutant's tests.
     """
 
     marks: str
     seconds: float
     files: str
+    tests: str
 
 
 class Trial:
@@ -324,8 +325,9 @@ class Trial:
         left, tests = seconds, []
         for test in nearest(mutant.file):
             if test not in files:
-                words = [test, "-m", lane.marks]
-                code, taken = run_tests(words, self._root, seconds=3 * seconds)
+                code, taken = run_tests(
+                    [test], self._root, seconds=3 * seconds, marks=lane.marks
+                )
                 files[test] = taken if code == 0 else None
                 self._keep()
             taken = files[test]
@@ -345,10 +347,9 @@ class Trial:
         )
         files = self._answers[lane.files]
         limit = 60 + 3 * sum(files[test] or 0.0 for test in tests)
-        words = [*tests, "-m", lane.marks]
+        options = {"seconds": limit, "marks": lane.marks}
         try:
-            run = run_tests(words, self._root, seconds=limit, any_end=True)
-            return run.code != 0
+            return run_tests(tests, self._root, **options, any_end=True).code != 0
         finally:
             file.write_bytes(whole)
 
@@ -360,9 +361,10 @@ def reasons() -> dict[tuple[str, str], str]:
     return {(row["mutant"], row["code"]): row["reason"] for row in rows}
 
 
-def _code(mutant: Mutant) -> str:
-    lines = (ROOT / mutant.file).read_text(encoding="utf-8").splitlines()
-    return lines[mutant.line - 1].strip()
+def _name_and_code(row: dict[str, Any]) -> tuple[str, str]:
+    file = row["mutant"].partition(": ")[0]
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return row["mutant"], lines[row["line"] - 1].strip()
 
 
 def main(options: Options) -> int:
@@ -382,12 +384,12 @@ def main(options: Options) -> int:
     rows: dict[str, dict[str, Any]] = answers.setdefault("mutants", {})
     numbers = range(options.mutants) if options.only is None else [options.only]
     keys = {number: f"{options.seed}/{number}" for number in numbers}
-    fast = Lane("not slow", options.seconds, "files")
-    slow = Lane("slow and not sweep", 10 * options.seconds, "slow_files")
+    fast = Lane("not slow", options.seconds, "files", "tests")
+    slow = Lane("slow and not sweep", 10 * options.seconds, "slow_files", "slow_tests")
     left = [(number, fast) for number in numbers if keys[number] not in rows]
     if options.slow:
         survivors = (n for n in numbers if not rows.get(keys[n], {}).get("found", True))
-        left += [(n, slow) for n in survivors if "slow_tests" not in rows[keys[n]]]
+        left += [(n, slow) for n in survivors if slow.tests not in rows[keys[n]]]
     with tempfile.TemporaryDirectory(prefix="sampled-") as folder:
         trial = Trial(Path(folder), answers, keep) if left else None
         for number, lane in left[: options.most]:
@@ -395,22 +397,17 @@ def main(options: Options) -> int:
             mutant = draws[number]
             tests = trial.tests_for(mutant, lane)
             found = bool(tests) and trial.is_found(mutant, tests, lane)
-            row = {"mutant": mutant.name, "line": mutant.line, "found": found}
-            row["code"] = _code(mutant)
-            if lane is slow:
-                row = rows[keys[number]] | {"found": found, "slow_tests": tests}
-            else:
-                row["tests"] = tests
-            rows[keys[number]] = row
+            row = rows.setdefault(
+                keys[number], {"mutant": mutant.name, "line": mutant.line}
+            )
+            row |= {"found": found, lane.tests: tests}
             keep()
             message = "found    " if found else "NOT FOUND"
             print(f"{number} {message} line {mutant.line} of {mutant.name}", flush=True)
     excused = reasons()
     done = [rows[key] for key in keys.values() if key in rows]
     counted = [
-        row
-        for row in done
-        if row["found"] or (row["mutant"], row["code"]) not in excused
+        row for row in done if row["found"] or _name_and_code(row) not in excused
     ]
     score = sum(row["found"] for row in counted)
     print(

@@ -23,8 +23,8 @@ def launch(*, B, T, width=2048, chunk=None, head=0, backward=False) -> Launch:
 
 
 def test_a_sequence_is_cut_where_batch_and_channels_do_not_fill_the_device():
-    whole = launch(B=32, T=4096)
-    assert whole.stretch == 4096 and not whole.linked
+    uncut = launch(B=32, T=4096)
+    assert uncut.stretch == 4096 and not uncut.linked
     cut = launch(B=1, T=262144)
     assert cut.linked and cut.stretches == 66  # 2112 warps
     assert launch(B=1, T=1024).stretch == triton.SHORTEST_STRETCH

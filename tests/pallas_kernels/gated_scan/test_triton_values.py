@@ -7,7 +7,6 @@ import pytest
 
 from pallas_kernels.gated_scan import BlockSizes, triton
 from tests.compiling import QUICK_COMPILE
-from tests.pallas_kernels import triton_interpreter
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
     check,
@@ -17,6 +16,7 @@ from tests.pallas_kernels.gated_scan.test_gated_scan import TestLaws as Laws
 from tests.pallas_kernels.gated_scan.test_queried_scan import written_whole
 from tests.tolerances import assert_gradients_close, assert_values_close
 
+pytestmark = pytest.mark.usefixtures("interpreted_launches")
 SLOW = pytest.mark.slow
 ROW = Case(37, widths=(32, 16), logits=True)
 RAT = Case(64, chunk=8, widths=(128, 32), head=32, logits=True)
@@ -75,15 +75,6 @@ SLOW_CASES = {
     "read apart: linked": (SMALL, BlockSizes(stretch=6, unroll=2)),
     "read apart: heads of 8": (SMALL._replace(head=8), {}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter():
-    reason = triton_interpreter.reason_to_skip()
-    if reason is not None:
-        pytest.skip(reason)
-    with triton_interpreter.interpreted():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,15 @@
 import pytest
 
 from pallas_kernels.selective_scan import BlockSizes, triton
-from tests.pallas_kernels import triton_interpreter
 from tests.pallas_kernels.laws import OracleCase
 from tests.pallas_kernels.selective_scan.test_selective_scan import TestLaws as Laws
 from tests.tolerances import assert_values_close
 
+pytestmark = pytest.mark.usefixtures("interpreted_launches")
 ONE = {"blocks": BlockSizes()}
 STRETCHES = {"blocks": BlockSizes(channels=8, backward_channels=8, stretch=16)}
 # Kernels of more than two positions per turn, and rows of stretches that are not full.
 LONG = {"blocks": BlockSizes(unroll=4, backward_unroll=4, stretch=272)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter():
-    reason = triton_interpreter.reason_to_skip()
-    if reason is not None:
-        pytest.skip(reason)
-    with triton_interpreter.interpreted():
-        yield
 
 
 class Kernels(Laws):
