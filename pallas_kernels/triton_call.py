@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import target
-
-LEAST_TRITON = (3, 6)
-"""The kernels carry tuples through loops, which older releases cannot."""
+from pallas_kernels.triton_launches import LEAST_TRITON, serves_kernels
 
 
 def refusal_of_packages() -> str | None:
@@ -40,8 +38,7 @@ def missing_package() -> str | None:
         jax_triton = importlib.import_module("jax_triton")
     except ImportError as error:
         return f"needs jax-triton ({error}); {install}"
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if version < LEAST_TRITON:
+    if not serves_kernels(triton.__version__):
         least = ".".join(map(str, LEAST_TRITON))
         return f"needs triton {least} or newer, found {triton.__version__}; {install}"
     if jax_triton.__version_info__[:2] != (0, 3):
@@ -53,24 +50,6 @@ def missing_package() -> str | None:
 def _warn(reason: str) -> None:
     message = f"scans run on XLA instead of their GPU kernels: {reason}"
     warnings.warn(message, stacklevel=2)
-
-
-def find_stretches(
-    T: int, width: int, warps: int, *, enough: int, full: int, shortest: int
-) -> int:
-    """Returns how many stretches a row of T positions of `width` elements is cut into.
-
-    Args:
-      warps: that walk the rows if none is cut.
-      enough: warps from which on none is cut.
-      full: warps that rows are cut for where there are fewer.
-      shortest: positions of a stretch, at least.
-    """
-    # Kernels count a stretch's elements in 32 bits.
-    stretches = -(-T * width // 2**29)
-    if warps >= enough:
-        return stretches
-    return max(stretches, min(-(-full // warps), T // shortest))
 
 
 def float32_shape(*shape: int) -> jax.ShapeDtypeStruct:

@@ -20,34 +20,23 @@ from pallas_kernels.gated_scan.call import (
     refusal_of_streams,
 )
 from pallas_kernels.gated_scan.queries import ends_of, pull_apart, read_apart
+from pallas_kernels.gated_scan.triton_sizes import find_sizes, refusal_of_widths
 from pallas_kernels.powers import next_power, refusal_of_size
 from pallas_kernels.target import refusal_of_triton
 from pallas_kernels.triton_call import float32_shape
 
 Array = jax.Array
 
-ENOUGH_WARPS = 6 * 132
-"""On an H100, whose bandwidth they fill by two thirds: a row that is cut is read twice.
-Not tuned on a device."""
-FULL_WARPS = 16 * 132
-"""What rows are cut for where there are fewer."""
-SHORTEST_STRETCH = 64
-"""Positions; shorter ones spend their time in summaries."""
-MOST_TILES = 16
-"""Tiles of a narrow stream that a program owns."""
 _KERNELS = "pallas_kernels.gated_scan.triton_kernels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How a pass of a call is cut into programs of one warp.
+    """How a pass of a call is cut into programs of one warp: see `Sizes`.
 
     Attributes:
       W: the narrowest stream's width.
       head: E where queries can be read in a kernel, else 0.
-      channels: of each tile in a program, a power of two.
-      unroll: positions whose inputs are read together.
-      stretch: positions that a program walks.
       linked: whether the state flows from one stretch into the next; else each is a
         chunk.
     """
@@ -68,35 +57,21 @@ class Launch:
         (B, T, D), W, blocks = call.gate.shape, call.narrowest, call.options.blocks
         readable = call.head > 0 and call.head % 16 == W % call.head == 0
         head = call.head if readable else 0
-        # A program's channels are of one head: the width without heads.
-        divisor, tiles = math.gcd(head, W), next_power(D // W)
-        # Of an array a program holds that many numbers at a time, or what it must. The
-        # backward pass holds twice as many arrays.
-        numbers = 256 if backward else 512
-        channels = min(divisor & -divisor, 64, max(16, numbers // tiles))
-        channels = blocks.channels or channels
-        unroll = max(1, min(8, numbers // (tiles * channels)))
         chunk = min(call.options.chunk or T, T)
-        stretches = triton_call.find_stretches(
-            chunk,
+        sizes = find_sizes(
+            B,
+            T,
             D,
-            B * -(-T // chunk) * max(1, W // channels),
-            enough=ENOUGH_WARPS,
-            full=FULL_WARPS,
-            shortest=SHORTEST_STRETCH,
-        )
-        stretch = min(blocks.stretch or -(-chunk // stretches), T)
-        return cls(
-            B=B,
-            T=T,
-            D=D,
-            W=W,
+            W,
+            backward=backward,
             head=head,
-            channels=channels,
-            unroll=blocks.unroll or unroll,
-            stretch=stretch,
-            linked=stretch != chunk,
+            chunk=chunk,
+            channels=blocks.channels,
+            unroll=blocks.unroll,
+            stretch=blocks.stretch,
         )
+        linked = sizes.stretch != chunk
+        return cls(B=B, T=T, D=D, W=W, head=head, linked=linked, **sizes._asdict())
 
     @property
     def stretches(self) -> int:
@@ -159,22 +134,13 @@ def supported(call: GatedScanCall) -> str | None:
 
 def expressible(call: GatedScanCall) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    D, W, streams = call.gate.shape[2], call.narrowest, len(call.values)
-    if streams > 2:
-        return f"scans one or two streams, got {streams}"
-    if W % 16:
-        return f"the narrowest width must be a multiple of 16, got {W}"
-    between = [v.shape[2] for v in call.values if v.shape[2] not in (W, D)]
-    if between:
-        return f"streams have {D} channels or one other width, got {W} and {between}"
-    if D // W > MOST_TILES:
-        return f"tiles a stream {MOST_TILES} times at most, got {D // W}"
-    reason = refusal_of_streams(call)
+    widths = [v.shape[2] for v in call.values]
+    reason = refusal_of_widths(call.gate.shape[2], widths) or refusal_of_streams(call)
     if reason is not None or not call.options.blocks.given():
         return reason
     launch = Launch.of(call, backward=False)
     # Heads that linked stretches read apart bound no program's channels.
-    divisor = math.gcd(0 if launch.linked else launch.head, W)
+    divisor = math.gcd(0 if launch.linked else launch.head, launch.W)
     reason = refusal_of_size("channels", launch.channels, most=divisor & -divisor)
     if reason is None and launch.unroll > launch.stretch:
         return (

@@ -16,37 +16,24 @@ from pallas_kernels.selective_scan.call import (
     refusal_of_arrays,
     refusal_of_unroll,
 )
+from pallas_kernels.selective_scan.triton_sizes import (
+    LONGEST_CHUNK,
+    WARP,
+    find_sizes,
+    refusal_of_sizes,
+)
 from pallas_kernels.target import refusal_of_triton
 from pallas_kernels.triton_call import float32_shape
 
 Array = jax.Array
 
-WARP = 32
 LOG2_E = 1.4426950408889634
-ENOUGH_WARPS = 2 * 132
-"""Half of an H100's schedulers. A warp's 16 exponentials of a position do not wait for
-each other, and stretches are computed twice: where there are more warps, no row is cut.
-Not tuned on a device."""
-FULL_WARPS = 8 * 132
-"""What rows are cut for where there are fewer: two warps for each scheduler."""
-SHORTEST_STRETCH = 256
-"""Positions; shorter ones spend their time in summaries."""
-_LONGEST_CHUNK = 32
-_MOST_STATES = 32
 _KERNELS = "pallas_kernels.selective_scan.triton_kernels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """The division of a pass into programs of one thread per channel.
-
-    Attributes:
-      channels: channels of a program, a power of two. Each backward program writes sums
-        over its channels for b and c, and fewer programs write fewer of them.
-      unroll: positions whose inputs are read together, or whose states the backward
-        pass holds together.
-      stretch: positions that a program walks, in full chunks.
-    """
+    """A pass of a call, and its cut: see `Sizes`."""
 
     B: int
     T: int
@@ -62,33 +49,17 @@ class Launch:
         """Returns the cut for a call; the caller's sizes replace the heuristic's."""
         (B, T, I), N = call.u.shape, call.a.shape[1]
         chunk, blocks = call.options.chunk, call.options.blocks
-        if backward:
-            channels, unroll, widest = (
-                blocks.backward_channels,
-                blocks.backward_unroll,
-                2 * WARP,
-            )
-        else:
-            channels, unroll, widest = blocks.channels, blocks.unroll, WARP
-        stretches = triton_call.find_stretches(
+        sizes = find_sizes(
+            B,
             T,
             I,
-            max(1, B * I // WARP),
-            enough=ENOUGH_WARPS,
-            full=FULL_WARPS,
-            shortest=SHORTEST_STRETCH,
+            chunk,
+            backward=backward,
+            channels=blocks.backward_channels if backward else blocks.channels,
+            unroll=blocks.backward_unroll if backward else blocks.unroll,
+            stretch=blocks.stretch,
         )
-        stretch = blocks.stretch or -(-T // stretches)
-        return cls(
-            B=B,
-            T=T,
-            I=I,
-            N=N,
-            chunk=chunk,
-            channels=channels or min(I & -I, widest),
-            unroll=unroll or min(chunk & -chunk, 2),
-            stretch=-(-stretch // chunk) * chunk,
-        )
+        return cls(B=B, T=T, I=I, N=N, chunk=chunk, **sizes._asdict())
 
     @property
     def stretches(self) -> int:
@@ -143,12 +114,10 @@ def expressible(call: SelectiveScanCall) -> str | None:
     if reason is not None:
         return reason
     (I, N), chunk, blocks = call.a.shape, call.options.chunk, call.options.blocks
-    if I % 16:
-        return f"the channels must be a multiple of 16, got {I}"
-    if N & (N - 1) or N > _MOST_STATES:
-        return f"a channel's states must be 1, 2, 4, 8, 16 or 32, got {N}"
-    if chunk > _LONGEST_CHUNK:
-        return f"keeps a state every {_LONGEST_CHUNK} positions at least, got {chunk}"
+    if (reason := refusal_of_sizes(I, N)) is not None:
+        return reason
+    if chunk > LONGEST_CHUNK:
+        return f"keeps a state every {LONGEST_CHUNK} positions at least, got {chunk}"
     for name, size in blocks.given().items():
         if name.endswith("channels"):
             reason = refusal_of_size(name, size, most=I & -I)

@@ -65,7 +65,8 @@ from recurjax.variants.relaxed_recursive_transformer import (
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import CASES, LLAMA
-from tests.tolerances import assert_values_close
+from tests.pallas_kernels import triton_interpreter
+from tests.tolerances import TOLERANCES, assert_values_close
 from tests.training.tiny_experiment import drawn
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES
 
@@ -350,13 +351,22 @@ def test_names_as_transformers_saves_them_are_read(tmp_path):
 @pytest.mark.parametrize("name", STACKS)
 def test_the_module_is_one_file_that_imports_torch_safetensors_and_numpy(name):
     tree = ast.parse(torch_source(STACKS[name]))
+    # Triton too, if it is there: the export runs without.
+    optional = [node for node in tree.body if isinstance(node, ast.Try)]
+    for node in optional:
+        assert [ast.unparse(line) for line in node.body] == [
+            "import triton",
+            "import triton.language as tl",
+        ]
+        tree.body.remove(node)
+    assert len(optional) == name.startswith(("rat", "recurformer"))
     imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module).split(".")[0])
-    standard = {"argparse", "json", "math", "pathlib", "typing"}
+    standard = {"argparse", "collections", "json", "math", "pathlib", "typing"}
     assert imported - standard == {"torch", "safetensors", "numpy"}
 
 
@@ -405,6 +415,50 @@ def test_pytorch_computes_the_same(name, tmp_path, quick_compilation):
     assert result.greedy_tokens == (21 if "learned" in name else 64)
     stored = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert stored["measured"] and stored["within_tolerance"]
+
+
+SCANS = {
+    "rat": presets.stack(
+        presets.rat(width=32, heads=2, chunk=5),
+        presets.rnn(width=32, heads=2, length=32),
+        presets.reversed_rat(width=32, heads=2, chunk=5, length=40),
+        layers=3,
+        width=32,
+    ),
+    "recurformer": RecurFormerConfig(
+        transformer=transformer(attention=attention(qkv_bias=True)),
+        replaced=((0, 3), (0, 1, 2, 3)),
+        mamba=MambaConfig(state=4, dt_rank=5),
+    ),
+}
+"""Whose widths the GPU kernels serve."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCANS)
+def test_the_gpu_kernels_of_an_export_compute_what_plain_torch_does(name, tmp_path):
+    if (reason := triton_interpreter.reason_to_skip()) is not None:
+        pytest.skip(reason)
+    to_torch(run_of(SCANS[name], tmp_path), tmp_path / "out", check=False)
+    script = Path(__file__).with_name("exported_kernels.py")
+    path = f"{triton_interpreter.COMPILERS}:{triton_interpreter.ROOT}"
+    done = subprocess.run(
+        [PYTHON, script, tmp_path / "out"],
+        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = {"forward_kernel", "backward_kernel"}
+    cases = json.loads(done.stdout)
+    for case, answer in cases.items():
+        cut = set() if case == "rows" else {"summarize_kernel"}
+        assert set(answer["launched"]) == kernels | cut
+        # Twice the table's for bfloat16: both sides round.
+        exact = TOLERANCES["float32"].gradient
+        tolerance = 2 * TOLERANCES[case].gradient if case in TOLERANCES else exact
+        gaps = answer["apart"]
+        assert {n: gap for n, gap in gaps.items() if not gap <= tolerance} == {}
 
 
 EXITS = """

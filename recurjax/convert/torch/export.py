@@ -2,13 +2,15 @@
 
 The module is one self-contained file made from the templates in modules/. A variant's
 template defines `build_layers(stack)` and `position_of(stack)`; layers.py comes before
-it and decoder.py after it, and imports between them are dropped. Two further files make
-it a model of transformers' AutoModelForCausalLM.
+it and decoder.py after it, and imports between them are dropped. The GPU kernels of a
+scan come from `pallas_kernels` as they are, under `if triton is not None`. Two further
+files make it a model of transformers' AutoModelForCausalLM.
 """
 
 import ast
 import re
 import tempfile
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from jaxtyping import Int
 from numpy.typing import DTypeLike
 from safetensors.numpy import save_file
 
+import pallas_kernels
 from recurjax.config_json import from_json, to_json
 from recurjax.convert import parity
 from recurjax.convert.formats.safetensors_files import SINGLE, open_directory
@@ -314,9 +317,12 @@ TEMPLATES: dict[type, str] = {
     RelaxedRecursiveTransformerConfig: "relaxed_recursive_transformer",
 }
 """The template of each variant that can be exported."""
+_SCANS = {"rat": "gated_scan", "recurformer": "selective_scan"}
+"""The op of `pallas_kernels` whose GPU kernels a template launches."""
 
 _FOLDER = Path(__file__).parent / "modules"
-_LOCAL = ("layers", "variant")
+_KERNELS = Path(pallas_kernels.__file__).parent
+_LOCAL = ("layers", "variant", "kernels", *_SCANS.values())
 HF_REFERENCE = _FOLDER / "hf_reference.py"
 """The script that runs a Hugging Face model in transformers."""
 
@@ -327,10 +333,15 @@ def torch_source(stack: StackConfig) -> str:
     Raises:
       KeyError: the variant has no template.
     """
+    variant = TEMPLATES[type(stack)]
     # The order in the joined file: what is used before who uses it.
-    names = ("layers", TEMPLATES[type(stack)], "decoder")
-    texts = [(_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
-    return _joined(texts)
+    files = [_FOLDER / "layers.py"]
+    if (op := _SCANS.get(variant)) is not None:
+        files += [_FOLDER / "scans/kernels.py", _KERNELS / "triton_launches.py"]
+        files += [_KERNELS / op / "triton_sizes.py", _KERNELS / "triton_kernels.py"]
+        files += [_KERNELS / op / "triton_kernels.py", _FOLDER / f"scans/{op}.py"]
+    files += [_FOLDER / f"{variant}.py", _FOLDER / "decoder.py"]
+    return _joined(files)
 
 
 def auto_source(name: str) -> str:
@@ -339,14 +350,16 @@ def auto_source(name: str) -> str:
     return re.sub(r"^from (\w+_recurjax) import", r"from .\1 import", text, flags=re.M)
 
 
-def _joined(texts: list[str]) -> str:
+def _joined(files: list[Path]) -> str:
     plain: set[str] = set()
     from_modules: dict[str, set[str]] = {}
     bodies, docstrings = [], []
-    for text in texts:
+    for file in files:
+        text = file.read_text(encoding="utf-8")
         lines = text.splitlines()
         tree = ast.parse(text)
         docstrings.append(ast.get_docstring(tree) or "")
+        in_triton = file.name == "triton_kernels.py"
         for node in tree.body:
             header = (
                 isinstance(node, ast.Import | ast.ImportFrom) or node is tree.body[0]
@@ -358,22 +371,30 @@ def _joined(texts: list[str]) -> str:
                 lines[node.lineno - 1 : node.end_lineno] = [""] * (
                     node.end_lineno - node.lineno + 1
                 )
-            if isinstance(node, ast.Import):
+            # Only a machine that has Triton imports it: kernels.py does.
+            if isinstance(node, ast.Import) and not in_triton:
                 plain |= {ast.unparse(node)}
-            elif isinstance(node, ast.ImportFrom) and node.module not in _LOCAL:
+            elif isinstance(node, ast.ImportFrom) and not _is_joined(node.module):
                 # Imports of the same module from two templates become one.
                 names = {alias.name for alias in node.names}
                 from_modules.setdefault(str(node.module), set()).update(names)
-        bodies.append("\n".join(lines).strip())
+        body = "\n".join(lines).strip()
+        if in_triton:
+            body = "if triton is not None:\n" + textwrap.indent(body, "    ")
+        bodies.append(body)
     head = "\n\n".join(
         ["Written by recurjax; needs Python >= 3.10, torch >= 2.4, safetensors, numpy."]
-        + [docstrings[2], docstrings[1]]
+        + [docstrings[-1], docstrings[-2]]
     )
     imports = sorted(plain) + [
         f"from {module} import {', '.join(sorted(names))}"
         for module, names in sorted(from_modules.items())
     ]
     return "\n\n\n".join([f'"""{head}\n"""\n\n' + "\n".join(imports), *bodies]) + "\n"
+
+
+def _is_joined(module: str | None) -> bool:
+    return module in _LOCAL or str(module).startswith("pallas_kernels.")
 
 
 def from_torch(

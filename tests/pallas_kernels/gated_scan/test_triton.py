@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels.gated_scan import triton
 from pallas_kernels.gated_scan.call import GatedScanCall, GatedScanOptions
 from pallas_kernels.gated_scan.triton import Launch
+from pallas_kernels.gated_scan.triton_sizes import SHORTEST_STRETCH
 from tests.pallas_kernels.gated_scan.scan_cases import Case
 
 
@@ -27,7 +28,7 @@ def test_a_sequence_is_cut_where_batch_and_channels_do_not_fill_the_device():
     assert uncut.stretch == 4096 and not uncut.linked
     cut = launch(B=1, T=262144)
     assert cut.linked and cut.stretches == 66  # 2112 warps
-    assert launch(B=1, T=1024).stretch == triton.SHORTEST_STRETCH
+    assert launch(B=1, T=1024).stretch == SHORTEST_STRETCH
 
 
 def test_chunks_are_programs_unless_they_are_few_and_long():

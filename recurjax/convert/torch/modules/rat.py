@@ -7,6 +7,7 @@ y_t  = softmax([q_t k~_end(c'), c' < c; q_t k~_t] / sqrt(E)) [v~_end(c'); v~_t]
 import math
 
 import torch
+from gated_scan import gated_scan
 from layers import (
     Attention,
     Config,
@@ -18,7 +19,6 @@ from layers import (
     attend,
     put,
     recalled,
-    recurrence,
     room,
     rotate,
     rotation,
@@ -83,7 +83,7 @@ class RnnMixer(Mixer):
         # A gate of 1 keeps the state as it is.
         gate = tokens.only_real(self.forget_gate(x), 1)
         before = state.get("h", torch.zeros_like(gate[:, 0]))
-        y = recurrence(gate, (1 - gate) * self.v(x), before)
+        (y,) = gated_scan(gate, [self.v(x)], [before])
         state["h"] = y[:, -1]
         return y
 
@@ -104,16 +104,11 @@ class RatMixer(Mixer):
         # from zero.
         gate = tokens.only_real(self.forget_gate(x), 1)
         begins = (tokens.places >= 0) & (tokens.places % C == 0)
-        decay = gate.masked_fill(begins[..., None], 0)
-
-        def running(name: str, stream: Tensor) -> Tensor:
-            before = state.get(name, torch.zeros_like(gate[:, 0]))
-            y = recurrence(decay, (1 - gate) * stream, before)
-            state[name] = y[:, -1]
-            return self.heads(y)
-
-        k = running("k", self.tiled(self.k(x)).flatten(2))
-        v = running("v", self.v(x))
+        zeros = torch.zeros_like(gate[:, 0])
+        before = [state.get(name, zeros) for name in ("k", "v")]
+        scanned = gated_scan(gate, [self.k(x), self.v(x)], before, begins)
+        state["k"], state["v"] = (y[:, -1] for y in scanned)
+        k, v = (self.heads(y) for y in scanned)
         # A chunk's key is rotated by its end's position, or by its number.
         turned_q, turned_k = q, k
         if self.config["position"] is not None:
@@ -189,11 +184,10 @@ class ReversedRatMixer(Mixer):
         )
         gate = self.forget_gate(x)
         # What a chunk ends with enters the next one's recurrence: between two ends the
-        # state stays as it is.
+        # state stays as it is, by a gate of 1.
         is_end = ((places >= 0) & (places % C == C - 1))[..., None]
-        decay, new = gate.masked_fill(~is_end, 1), ((1 - gate) * a) * is_end
         before = state.get("end", torch.zeros_like(gate[:, 0]))
-        ends = recurrence(decay, new, before)
+        (ends,) = gated_scan(gate.masked_fill(~is_end, 1), [a], [before])
         state["end"] = ends[:, -1]
         earlier = torch.cat([before[:, None], ends[:, :-1]], dim=1)
         return gate * earlier + (1 - gate) * a

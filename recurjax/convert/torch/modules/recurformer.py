@@ -5,7 +5,6 @@ import math
 import torch
 import torch.nn.functional as F
 from layers import (
-    STRETCH,
     Attention,
     Config,
     Layers,
@@ -18,12 +17,12 @@ from layers import (
     norm_or_none,
     normed,
     recalled,
-    recurrence,
     rotate,
     rotation,
     visible_keys,
     wide,
 )
+from selective_scan import NO_STEP, selective_scan
 from torch import Tensor, nn
 
 
@@ -45,12 +44,14 @@ class Mamba(nn.Module):
         self.back = nn.Linear(channels, width, bias=False)
 
     def forward(self, x: Tensor, tokens: Tokens, state: State) -> Tensor:
-        u = F.silu(self.convolved(self.u(x), tokens, state))
+        u, dtype = F.silu(self.convolved(self.u(x), tokens, state)), wide(x.dtype)
         dt, b, c = self.x(u).split([self.rank, self.size, self.size], dim=-1)
-        dt = F.softplus(self.dt(dt).to(wide(u.dtype)))
-        # A step of 0 leaves the state as it is.
-        y = self.scanned(u, tokens.only_real(dt, 0), b, c, state)
-        return self.back(y.to(x.dtype) * F.silu(self.z(x)))
+        dt = tokens.only_real(self.dt(dt).to(dtype), NO_STEP)
+        # A is stored as the logarithm of its negative, so that it stays negative.
+        a = -self.a_log.to(dtype).exp().reshape(-1, self.size)
+        h = state.get("h", dt.new_zeros(len(x), *a.shape))
+        y, state["h"] = selective_scan(u, dt, a, b, c, self.skip, self.z(x), h)
+        return self.back(y)
 
     def convolved(self, u: Tensor, tokens: Tokens, state: State) -> Tensor:
         """Adds up bias and taps of the last inputs by channel; zeros before the row."""
@@ -67,30 +68,6 @@ class Mamba(nn.Module):
         last = (count + torch.arange(n, device=u.device)[:, None]).expand_as(past)
         state["conv"] = row.gather(1, last)
         return y
-
-    def scanned(
-        self, u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: State
-    ) -> Tensor:
-        """Runs h = exp(dt A) h + dt B u, y = C h + D u.
-
-        dt and u are [B, T, I], B and C [B, T, N]; h [B, I, N] has N numbers for each of
-        the I channels.
-        """
-        dtype = dt.dtype
-        u, b, c = u.to(dtype), b.to(dtype), c.to(dtype)
-        # A is stored as the logarithm of its negative, so that it stays negative.
-        a = -self.a_log.to(dtype).exp().reshape(-1, self.size)  # [I, N]
-        h = state.get("h", u.new_zeros(u.shape[0], *a.shape))
-        outputs = []
-        # By stretches, so that few states are in memory at once.
-        parts = (part.split(STRETCH, dim=1) for part in (dt[..., None], u, b, c))
-        for step, u_t, b_t, c_t in zip(*parts, strict=True):
-            inputs = step * u_t[..., None] * b_t[:, :, None]
-            states = recurrence((step * a).exp(), inputs, h)
-            h = states[:, -1]
-            outputs.append((states * c_t[:, :, None]).sum(-1))
-        state["h"] = h
-        return torch.cat(outputs, dim=1) + self.skip * u
 
 
 class PartialAttention(nn.Module):
