@@ -167,11 +167,12 @@ def values_and_gradients(backend, case: Case, rows: Rows | None = None):
     return quick_jit(both_passes(backend, case, rows))(*case.inputs())
 
 
-def both_passes(backend, case: Case, rows: Rows | None = None):
+def both_passes(backend, case: Case, rows: Rows | None = None, **changes):
     """Returns the function of a case's inputs that runs both passes."""
+    options = interpreted(backend) | changes
 
     def run(x, weights, dz):
-        call = case.call(x, weights, rows=rows, **interpreted(backend))
+        call = case.call(x, weights, rows=rows, **options)
         (z, written), saved = backend.forward(call, residuals=True)
         of = backend.backward(call, saved, (dz, written))
         return z, (of.x, of.weights)
