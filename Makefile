@@ -7,6 +7,9 @@
 #                     .venv-torch (on Linux with what CUDA needs, several GB, where pip
 #                     finds no CPU build) unless RECURJAX_TORCH_PYTHON names an
 #                     interpreter that has them
+#   make test-python312  the suite on Python 3.12 with jax 0.12, in .venv-3.12
+#   make test-lowering   lowers every op's kernels with jax 0.11.2 and 0.12, on Python
+#                     3.12, in environments of their own: a warning is an error
 #   make docs         build the site into site/ (python -m http.server -d site shows it)
 #   make docs-notebooks  run all notebooks (ten minutes); the site then has their outputs
 #   make compilers    fetch the TPU and CUDA compilers and Triton (2.2 GB on disk), which
@@ -24,7 +27,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() o
 # Neighbours share compiled programs: each process takes its part of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all test-torch compilers docs docs-notebooks format clean
+.PHONY: quickstart test lint test-slow test-all test-torch test-python312 test-lowering compilers docs docs-notebooks format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -47,6 +50,25 @@ TORCH_TESTS := tests/convert/test_to_torch.py tests/convert/test_auto_model.py \
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
 test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
 	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)
+
+# What constraints.txt pins for Python 3.12. The compilers in .compilers belong to the jax
+# of .venv: tests that ask them skip.
+PYTHON312 ?= python3.12
+test-python312:
+	RECURJAX_COMPILERS=$(CURDIR)/.compilers-3.12 $(MAKE) PYTHON=$(PYTHON312) VENV=.venv-3.12 test
+
+LOWERED := 0.11.2 0.12.0.1
+test-lowering: $(LOWERED:%=.venv-jax-%/.installed)
+	for version in $(LOWERED); do \
+	  JAX_PLATFORMS=cpu PYTHONPATH=. .venv-jax-$$version/bin/python -m tests.lowering || exit 1; \
+	done
+
+.venv-jax-%/.installed: constraints.txt
+	$(PYTHON312) -m venv .venv-jax-$*
+	grep -vE '^jax(lib)?==' constraints.txt > .venv-jax-$*/constraints.txt
+	.venv-jax-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-jax-$*/constraints.txt \
+	  jax==$* jaxlib==$* jaxtyping jax-triton triton
+	@touch $@
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -71,7 +93,7 @@ docs-notebooks: $(VENV)/.installed-docs
 	cd .executed/notebooks && $(CURDIR)/$(BIN)/python -m nbconvert --to notebook --execute --inplace --log-level WARN *.ipynb
 
 clean:
-	rm -rf $(VENV) .venv-torch .executed site
+	rm -rf $(VENV) .venv-torch .venv-3.12 .venv-jax-* .executed site
 
 # Another interpreter makes the environment anew.
 $(MADE):

@@ -15,11 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recurjax.plan.compilers import environment
+from recurjax.plan.compilers import VARIABLE, environment
 from recurjax.plan.topology import Topology, parse_topology
 from tests.source_tree import ROOT
 
-COMPILERS = ROOT / ".compilers"
+COMPILERS = Path(os.environ.get(VARIABLE) or ROOT / ".compilers")
 
 
 class Compiler(NamedTuple):
