@@ -34,9 +34,9 @@ Compiles a program of an experiment for devices that need not be here. Prints th
 per device, the step time, what bounds it, collectives and the price.
 
 EXPERIMENT is one that `recurjax experiments` lists, or a file as for `recurjax train`.
-NAME is a TPU slice (v5e:16x16, v5p:4x4x4, v6e:2x2), one or more GPUs (h100, h100:8) or
-cpu. `recurjax plan EXPERIMENT --help` lists the other options. Fields of the experiment
-are options as for `recurjax train`."""
+NAME is a TPU slice (v5e:16x16, v5p:4x4x4, v6e:2x2, tpu7x:2x2x1), one or more GPUs (l4,
+h100, a100:8, b200:8) or cpu. `recurjax plan EXPERIMENT --help` lists the other options.
+Fields of the experiment are options as for `recurjax train`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ read the rest.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -37,6 +38,23 @@ class Hardware:
     launch: float = 0.0
     price: float | None = None
     source: str
+
+
+_LAUNCH = 2e-6
+"""Seconds a kernel: the low end of what one inside an XLA loop was seen to cost."""
+_on_nvlink = partial(Hardware, links_per_axis=1, launch=_LAUNCH)
+
+
+def _alone(name: str, teraflops: int, mebibytes: int, gigabytes: int) -> Hardware:
+    """Describes a GPU whose links are those of PCIe."""
+    return Hardware(
+        kinds=(name,),
+        flops=teraflops * 1e12,
+        memory=mebibytes * 2**20,
+        memory_bandwidth=gigabytes * 1e9,
+        launch=_LAUNCH,
+        source=f"NVIDIA's data sheet of the {name}, products summed in float32",
+    )
 
 
 HARDWARE: dict[str, Hardware] = {
@@ -80,31 +98,63 @@ HARDWARE: dict[str, Hardware] = {
         price=2.70,
         source="docs.cloud.google.com/tpu/docs/v6e (ICI 800 GB/s both ways, 4 ports)",
     ),
-    # 2 us is the low end of what a kernel inside an XLA loop was seen to cost.
-    "h100": Hardware(
+    # Of a chip's two cores, each of which is a device, half a chip.
+    "tpu7x": Hardware(
+        kinds=("TPU7x",),
+        flops=2307e12 / 2,
+        memory=96 * 2**30,
+        memory_bandwidth=7380e9 / 2,
+        link=50e9,
+        ring=4,
+        source="docs.cloud.google.com/tpu/docs/tpu7x (ICI 1200 GB/s both ways a chip)",
+    ),
+    "h100": _on_nvlink(
         kinds=("H100",),
         flops=989e12,
         memory=84942979072,
         memory_bandwidth=3352e9,
         link=450e9,
-        links_per_axis=1,
-        launch=2e-6,
-        source="NVIDIA H100 SXM data sheet (NVLink 900 GB/s both ways); 2 us a kernel",
+        source="NVIDIA H100 SXM data sheet (NVLink 900 GB/s both ways)",
     ),
+    "h200": _on_nvlink(
+        kinds=("H200",),
+        flops=989e12,
+        memory=151397597184,
+        memory_bandwidth=4800e9,
+        link=450e9,
+        source="NVIDIA H200 SXM data sheet (NVLink 900 GB/s both ways)",
+    ),
+    "b200": _on_nvlink(
+        kinds=("B200",),
+        flops=2250e12,
+        memory=191514411008,
+        memory_bandwidth=7672e9,
+        link=900e9,
+        source="NVIDIA HGX B200 data sheet (NVLink 1800 GB/s both ways)",
+    ),
+    "a100": _on_nvlink(
+        kinds=("A100",),
+        flops=312e12,
+        memory=85100068864,
+        memory_bandwidth=2039e9,
+        link=300e9,
+        source="NVIDIA A100 SXM 80GB data sheet (NVLink 600 GB/s both ways)",
+    ),
+    # Without NVLink: planned one at a time. Memory is what nvidia-smi shows in all.
+    "l4": _alone("L4", 121, 23_034, 300),
+    "l40s": _alone("L40S", 362, 46_068, 864),
+    "rtx4090": _alone("RTX 4090", 165, 24_564, 1008),
+    "rtx5090": _alone("RTX 5090", 209, 32_607, 1792),
     "cpu": Hardware(
         kinds=(),
         flops=None,
         source="a CPU has no peak of its own here: only sizes and counts are planned",
     ),
     # Trained on and not planned for: only their peak is known here.
-    "h200": Hardware(kinds=("H200",), flops=989e12, source="NVIDIA's data sheet"),
     "h100_pcie": Hardware(
         kinds=("H100 PCIe",), flops=756e12, source="NVIDIA's data sheet"
     ),
-    "a100": Hardware(kinds=("A100",), flops=312e12, source="NVIDIA's data sheet"),
-    "l40s": Hardware(kinds=("L40S",), flops=362e12, source="NVIDIA's data sheet"),
     "l40": Hardware(kinds=("L40",), flops=181e12, source="NVIDIA's data sheet"),
-    "l4": Hardware(kinds=("L4",), flops=121e12, source="NVIDIA's data sheet"),
     "t4": Hardware(kinds=("T4",), flops=65e12, source="NVIDIA's data sheet"),
 }
 """By the name that starts a topology. Prices of TPUs: Google's list for the US, 2025;

@@ -26,10 +26,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from pallas_kernels import target
-from recurjax.config_json import from_json
+from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
+from recurjax.model import ModelConfig
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
 from recurjax.plan.programs import DeviceProgram, build_program
@@ -114,8 +115,10 @@ def respond(
         "mesh": dict(zip(AXES, mesh.axis_sizes, strict=True)),
         "devices": topology.devices,
         "versions": versions(),
-        "notes": [STAND_IN] if topology.platform == "cuda" else [],
+        "notes": [],
     }
+    if topology.platform == "cuda":
+        answer["notes"] += attention_notes(experiment.model)
     with as_if_on(devices, topology, mesh):
         program = build_program(
             experiment,
@@ -244,9 +247,6 @@ def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
     return {"failed": reason[:600], "failed_by": kind, "needed": needed}
 
 
-H100_CONFIG = Path(__file__).parent / "h100_target_config.txtpb"
-"""What XLA's GPU compiler asks of the device that it compiles for."""
-
 STAND_IN = (
     "cuDNN's attention cannot be compiled without cuDNN: from 256 tokens on our own "
     "kernel replaces it and keeps as little; shorter rows are planned with plain "
@@ -255,15 +255,41 @@ STAND_IN = (
 """What a plan for GPUs says of its attention."""
 
 
+def attention_notes(model: ModelConfig) -> list[str]:
+    """Returns what a plan for GPUs says of a model's attention."""
+    text, notes = json.dumps(to_json(model)), [STAND_IN]
+    widths = {int(width) for width in re.findall(r'"head_width": (\d+)', text)}
+    if odd := sorted(width for width in widths if width & (width - 1)):
+        notes.append(
+            f"our GPU kernels need heads whose width is a power of two, and "
+            f"{', '.join(map(str, odd))} is none: XLA computes packed rows, float32, "
+            "RAT and the Recurrent Transformer; cuDNN computes other attention"
+        )
+    # Of the Recurrent Transformer the layers are ours: they call no attention.
+    if '"type": "Alibi"' in text and '"type": "AttentionConfig"' in text:
+        notes.append(
+            "cuDNN takes ALiBi as 8 more channels per head and computes heads of 64, "
+            "72 wide with them, as wide as 128: the plan counts 64"
+        )
+    return notes
+
+
 def open_devices(topology: Topology) -> list[Any]:
     """Returns the devices of a topology; those of TPUs and GPUs only compile."""
     if topology.platform == "cpu":
         return jax.devices()[: topology.devices]
     if topology.platform == "cuda":
-        return _gpus(topology.devices)
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x1x{topology.devices}",
+            target_config=topology.target_config,
+        )
+        return list(described.devices)
     options: dict[str, Any] = {}
     # By default the compiler describes complete hosts.
-    if topology.devices == 1:  # part of a host: the default host has four chips
+    if (
+        math.prod(topology.shape) == 1
+    ):  # part of a host: the default host has four chips
         options["chips_per_host_bounds"] = [1, 1, 1]
     if topology.kind == "v4":  # as on the pod: a chip's two cores are one device
         options["chip_config_name"] = "megacore"
@@ -277,16 +303,6 @@ def open_devices(topology: Topology) -> list[Any]:
             f"the compiler does not know the topology {topology.name}: {first}"
         ) from error
     return list(described.devices)
-
-
-def _gpus(count: int) -> list[Any]:
-    return list(
-        topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x1x{count}",
-            target_config=H100_CONFIG.read_text(),
-        ).devices
-    )
 
 
 @contextmanager

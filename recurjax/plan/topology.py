@@ -1,4 +1,4 @@
-"""Names of devices to plan for: `v5e:16x16`, `v5p:4x4x2`, `h100`, `h100:8`, `cpu:8`."""
+"""Names of devices to plan for: `v5e:16x16`, `v5p:4x4x2`, `h100`, `b200:8`, `cpu:8`."""
 
 import math
 import re
@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 from recurjax.errors import UserError
 from recurjax.machine.devices import HARDWARE, Hardware
+from recurjax.plan.gpus import GPUS, target_config
 
 EXAMPLES = (
     *("v4:2x2x1", "v4:4x4x4", "v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:16x16"),
     *("v5p:2x2x1", "v5p:4x4x2", "v5p:4x4x4", "v6e:1x1", "v6e:2x2", "v6e:16x16"),
-    *("h100", "h100:8", "cpu", "cpu:8"),
+    *("tpu7x:1x1x1", "tpu7x:2x2x1", "h100", "h100:8", "h200:8", "b200:8", "a100:8"),
+    *("l4", "l40s", "rtx4090", "rtx5090", "cpu", "cpu:8"),
 )
-DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
-PLANNED = (*DIMENSIONS, "h100", "cpu")
+DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+CORES = {"tpu7x": 2}
+"""Devices of a chip where there are several."""
+PLANNED = (*DIMENSIONS, *GPUS, "cpu")
 """Kinds of devices that plans are made for: keys of `HARDWARE`."""
 LARGEST_NODE = 8
 """GPUs that one machine has, on one NVLink switch."""
@@ -35,8 +39,8 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """The number of jax devices; a TPU chip is one."""
-        return math.prod(self.shape)
+        """The number of jax devices; a TPU chip is one, of TPU7x two."""
+        return math.prod(self.shape) * CORES.get(self.kind, 1)
 
     @property
     def hardware(self) -> Hardware:
@@ -46,7 +50,14 @@ class Topology:
     @property
     def platform(self) -> str:
         """The platform's name in jax: tpu, cuda or cpu."""
-        return {"h100": "cuda", "cpu": "cpu"}.get(self.kind, "tpu")
+        if self.kind in GPUS:
+            return "cuda"
+        return "cpu" if self.kind == "cpu" else "tpu"
+
+    @property
+    def target_config(self) -> str:
+        """What XLA's GPU compiler asks of a GPU."""
+        return target_config(self.kind)
 
     @property
     def collective_bandwidth(self) -> float | None:
@@ -92,10 +103,15 @@ def parse_topology(name: str) -> Topology:
         raise UserError(
             f"topology {name!r}: write {kind} for one device or {kind}:8 for eight"
         )
-    if kind == "h100" and sizes[0] > LARGEST_NODE:
+    if kind in GPUS and HARDWARE[kind].link is None and sizes[0] > 1:
+        raise UserError(
+            f"--topology {name!r}: {kind} has no NVLink, and other networks are not "
+            f"planned: use {kind}"
+        )
+    if kind in GPUS and sizes[0] > LARGEST_NODE:
         raise UserError(
             f"--topology {name!r}: one NVLink switch connects at most "
             f"{LARGEST_NODE} GPUs, and networks between machines are not "
-            f"planned: use at most h100:{LARGEST_NODE}"
+            f"planned: use at most {kind}:{LARGEST_NODE}"
         )
     return Topology(name=name, kind=kind, shape=sizes)

@@ -6,8 +6,13 @@ import sys
 import jax
 import pytest
 
-from recurjax.plan.child import _compile
+from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.position import Alibi, Rope
+from recurjax.model import ModelConfig
+from recurjax.plan.child import STAND_IN, _compile, attention_notes
 from recurjax.plan.topology import parse_topology
+from recurjax.variants.transformer import TransformerConfig
 from tests.source_tree import ROOT
 
 CHILD = """
@@ -58,3 +63,17 @@ def test_products_without_tiles_are_planned_as_cublas_calls_and_it_is_told():
 def test_other_failures_of_a_compiler_stay_its_answer(said, topology):
     with pytest.raises(jax.errors.JaxRuntimeError, match=said):
         _compile(Lowered(said), parse_topology(topology))
+
+
+def test_a_plan_for_a_gpu_says_what_its_attention_leaves_out():
+    def notes(width, position):
+        attention = AttentionConfig(
+            heads=2, key_heads=2, head_width=width, position=position
+        )
+        mlp = MlpConfig(width=8)
+        stack = TransformerConfig(layers=1, width=8, attention=attention, mlp=mlp)
+        return attention_notes(ModelConfig(vocabulary=8, stack=stack))
+
+    assert notes(64, Rope()) == [STAND_IN]
+    assert [note for note in notes(96, Rope()) if "96 is none" in note]
+    assert [note for note in notes(64, Alibi()) if "as wide as 128" in note]
