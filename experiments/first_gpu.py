@@ -11,7 +11,7 @@ Steps:
   their definition.
 - `flags`: a Recurrent Transformer layer under four settings of command buffers.
 - `scans`: selective_scan, gated_scan and chunk_attention by backend, both passes; plain
-  attention by cuDNN and PyTorch.
+  attention by cuDNN and PyTorch; packed rows by our kernel and cuDNN's packed layout.
 - `layer`: a Recurrent Transformer layer at the paper's shapes, and a Transformer's.
 - `profile`: the kernels of one Recurrent Transformer layer, by total time.
 - `pair`: training steps of the paper's 300M pair.
@@ -360,10 +360,7 @@ def attention(m: Measurement) -> None:
             q, q, q, is_causal=True, implementation=implementation
         )
 
-    def gradient(q: jax.Array) -> jax.Array:
-        return jax.grad(lambda q: jnp.sum(forward(q).astype("float32") ** 2))(q)
-
-    work = {"forward": (forward, (q,)), "forward_backward": (gradient, (q,))}
+    work = {"forward": (forward, (q,)), "forward_backward": (gradient(forward), (q,))}
     calls = {f"cudnn/{name}": call for name, call in compiled(work).items()}
     m.time("scans", calls, shape=shape)
     if find_spec("torch") is None:
@@ -391,6 +388,56 @@ def attention(m: Measurement) -> None:
 
     calls = {"torch/forward": torch_forward, "torch/forward_backward": torch_both}
     m.time("scans", calls, shape=shape)
+
+
+def gradient(forward: Callable[[jax.Array], jax.Array]) -> Callable:
+    """Returns the gradient of the sum of squares of an attention's output."""
+    return jax.grad(lambda q: jnp.sum(forward(q).astype("float32") ** 2))
+
+
+def packed(m: Measurement) -> None:
+    """Times rows of eight documents by our kernel and by cuDNN's packed layout.
+
+    The layout is below jax's public function, and no machine without cuDNN can lower
+    it: a failure is a row with its error.
+    """
+    B, T, H, E = (1, 64, 2, 16) if m.tiny else (PLAIN[letter] for letter in "BTHE")
+    q = jax.random.normal(jax.random.key(0), (B, T, H, E), m.dtype)
+    size, options = T // 8, {"scale": E**-0.5}
+    segments = jnp.broadcast_to(jnp.arange(T, dtype="int32") // size, (B, T))
+
+    def ours(q: jax.Array, implementation: Any = None) -> jax.Array:
+        hidden = {"causal": True, "segments": segments}
+        return attend(q, q, q, implementation=implementation, **hidden, **options)
+
+    def by_cudnn(q: jax.Array) -> jax.Array:
+        if m.tiny:
+            return ours(q, "xla")
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        lengths = jnp.full((B, 8), size, "int32")
+        offsets = jnp.broadcast_to(jnp.arange(0, T + 1, size, dtype="int32"), (B, 9))
+        packing = {"q_seqlen": lengths, "kv_seqlen": lengths}
+        packing |= {"q_offsets": offsets, "kv_offsets": offsets}
+        mask = fused.MaskType.PADDING_CAUSAL
+        return fused.dot_product_attention(
+            q, q, q, mask_type=mask, **packing, **options
+        )
+
+    row = {"shape": {"B": B, "T": T, "H": H, "E": E, "documents": 8}}
+    results = {}
+    for name, forward in {"ours": ours, "cudnn": by_cudnn}.items():
+        work = {"forward": (forward, (q,)), "both": (gradient(forward), (q,))}
+        try:
+            calls = compiled(work)
+            m.time("scans", {f"packed/{name}/{k}": c for k, c in calls.items()}, **row)
+            results[name] = calls["both"]().astype("float32")
+        except Exception as error:
+            m.write("scans", name=f"packed/{name}", **row, error=str(error)[:300])
+    if len(results) == 2:
+        want, got = results.values()
+        gap = float(jnp.abs(got - want).max() / jnp.abs(want).max())
+        m.write("scans", name="packed", **row, gradient_gap=gap)
 
 
 def profile(m: Measurement) -> None:
@@ -464,7 +511,10 @@ def shrunk(experiment: Experiment) -> Experiment:
 
 WORKERS = {
     f.__name__: f
-    for f in (probe, right, recurrent, transformer, scan, attention, profile, pair)
+    for f in (
+        *(probe, right, recurrent, transformer, scan, attention, packed),
+        *(profile, pair),
+    )
 }
 
 
@@ -504,7 +554,8 @@ def processes(step: str, *, tiny: bool) -> list[Process]:
             return [Process(words=words, seconds=230, flags=name) for name in names]
         case "scans":
             ops = [Process(words=("scan", name), seconds=120) for name in SCANS]
-            return [*ops, Process(words=("attention",), seconds=120)]
+            plain = ("attention", "packed")
+            return [*ops, *(Process(words=(word,), seconds=120) for word in plain)]
         case "layer":
             forward = ("recurrent", "layer", "forward", 32, 128, 512, 2048)
             both = ("recurrent", "layer", "both", 32, 512)
