@@ -20,7 +20,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 MADE := $(VENV)/.python-$(VERSION)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles what it imports at the first import: half of what pip would take.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # A test process for each core, from two to eight, with one XLA thread each.
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() or 2)))')
@@ -104,7 +105,7 @@ $(MADE):
 	@touch $@
 
 $(VENV)/.installed: $(MADE) pyproject.toml setup.py constraints.txt
-	@echo "installing into $(VENV) (a minute or two)"
+	@echo "installing into $(VENV) (up to a minute)"
 	$(PIP) --editable .
 	@touch $@
 
