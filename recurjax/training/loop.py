@@ -38,7 +38,9 @@ from recurjax.training.session import Metrics, Session
 from recurjax.training.spikes import Diverged, fault, skip_message
 from recurjax.training.step import TrainState
 
-_IN_FLIGHT = 2  # Steps given to the device before the host waits for the oldest.
+_IN_FLIGHT = 2
+"""Steps given to a device before the host waits for the oldest. A CPU allocates what a
+step needs when it is given, so that each would take memory: there it is none."""
 
 
 class TrainingResult(NamedTuple):
@@ -122,6 +124,7 @@ def _train(
     # The newest good checkpoint, or a new model; the loop cannot tell them apart.
     state = session.start(progress.say)
     start = int(state.step)
+    host.give_back_freed_memory()  # what loading leaves
     writer = None if quiet else _open_writer(session, start, progress.say)
     if writer is not None:
         stack.callback(writer.close)
@@ -178,6 +181,8 @@ class _Loop:
         self.cut_short = False
         self.skipped = 0  # in a row, at the last step that was reported
         self.owes_save = False
+        on_cpu = session.mesh.devices.flat[0].platform == "cpu"
+        self.in_flight = 0 if on_cpu else _IN_FLIGHT
 
     def run(self, state: TrainState, start: int) -> TrainingResult:
         training = self.experiment.training
@@ -188,13 +193,13 @@ class _Loop:
             self._trace(step + 1)
             state, metrics = self.session.step(state)
             step += 1
-            # The host does not wait for the step: its metrics are read two steps later,
-            # when they are there already. Only the first is waited for: it compiles.
+            # An accelerator's step is not waited for: its metrics are read two steps
+            # later, when they are there. Only the first is: it compiles.
             self.pending.append((step, metrics))
             if step == start + 1:
                 self._report(in_flight=0)
                 compiled = time.monotonic() - began
-            self._report(in_flight=_IN_FLIGHT)
+            self._report(in_flight=self.in_flight)
             if self._is_due(step) or self.owes_save:
                 # Everything before this point is shown and written before it is saved.
                 self._report(in_flight=0)
@@ -302,6 +307,7 @@ class _Loop:
         if not self._evaluates_at(step):
             self._save_if_sound(state, step)
             return
+        host.give_back_freed_memory()
         try:
             score = self.session.evaluate(state, between=self._poll)
         except _Interrupted:
