@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
+from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, RequestSettings
 from recurjax.inference.engine.slots import decode_slots, empty_slots
 from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.layers import linear
 from recurjax.parameters import parameter_name
+from recurjax.sharding import MeshConfig, reading_mesh, shardings
 from recurjax.surgery.adapters import merged, with_adapters, with_several
 from recurjax.training.config import parse_adapters
 from recurjax.types import Tokens
@@ -104,6 +106,45 @@ def test_states_are_kept_for_one_adapter_alone(several):
         request = engine.submit(turn, dataclasses.replace(more, adapter=adapter))
         finish(engine, [request])
         assert request.reused == reused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["propagate", "verify"])
+def test_tokens_that_leave_early_have_their_own_adapters(missing):
+    """Tokens, and after how many loops, are those of the merged model's early exits."""
+    base = build_model("relaxed_recursive_transformer")
+    models = [adapted(base, text, seed) for seed, text in enumerate(ADAPTERS)]
+    sizes = dataclasses.replace(
+        SIZES, exit=ExitRule(kind="confidence", threshold=0.02), missing=missing
+    )
+    want = []
+    for model in (base, *map(merged, models)):
+        engine = build_engine(model, sizes)
+        request = engine.submit(PROMPT, settings(0))
+        want.append((finish(engine, [request])[0], request.loops))
+    assert len({tuple(tokens) for tokens, _ in want}) == 3
+    assert len({loops for _, every in want for loops in every}) > 1
+    engine = build_engine(with_several(base, models), sizes)
+    for order in ((0, 1, 2), (2, 2, 1)):
+        requests = [engine.submit(PROMPT, settings(n)) for n in order]
+        finish(engine, requests)
+        assert [(r.tokens, r.loops) for r in requests] == [want[n] for n in order]
+
+
+@pytest.mark.slow
+def test_rows_over_two_devices_have_their_own_adapters():
+    base = build_model("transformer")
+    models = [adapted(base, text, seed) for seed, text in enumerate(ADAPTERS)]
+    want = [greedy(model) for model in (base, *map(merged, models))]
+    several = with_several(base, models)
+    mesh = reading_mesh(MeshConfig(data=1, tensor=2))
+    spread = jax.device_put(several, shardings(several, mesh))
+    engine = build_engine(spread, mesh=mesh)
+    # The outputs of the values are cut, and those of their adapters.
+    lora_b = spread.stack.blocks[0].attention.w_v[...].lora_b
+    assert lora_b.addressable_shards[0].data.size * 2 == lora_b.size
+    requests = [engine.submit(PROMPT, settings(n)) for n in (0, 1, 2)]
+    assert finish(engine, requests) == want
 
 
 @pytest.mark.slow

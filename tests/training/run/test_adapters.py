@@ -1,6 +1,8 @@
 """Runs that train adapters of another run's model."""
 
 import json
+import math
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,7 +12,9 @@ from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.parameters import to_nested_dict
+from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.surgery.adapters import merged
+from recurjax.training import session
 from recurjax.training.checkpoint.manifest import named
 from recurjax.training.run import load_adapters, load_run
 from tests.cli.commands import assert_refused, recurjax
@@ -24,22 +28,26 @@ def imported(out, scale):
     write_run(out, model, new_experiment(out, model.config, length=16), ByteTokenizer())
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, quick_compilation):
-    """A base in bfloat16, a run of adapters on it, the same stopped and resumed."""
-    root = tmp_path_factory.mktemp("adapters")
-    imported(root / "base", 0.2)
-    experiment = changed(
+def adapting(base):
+    return changed(
         config(),
         model={"weight_dtype": "bfloat16"},
         training={
-            "start_from": str(root / "base"),
+            "start_from": str(base),
             "adapters": "lora:2:4",
             "steps": 3,
             "checkpoint_every": 100,
         },
         evaluation={"every": 0},
     )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, quick_compilation):
+    """A base in bfloat16, a run of adapters on it, the same stopped and resumed."""
+    root = tmp_path_factory.mktemp("adapters")
+    imported(root / "base", 0.2)
+    experiment = adapting(root / "base")
     result = train(root / "whole", experiment=experiment)
     train(root / "parts", stop_at_poll=3, experiment=experiment)
     train(root / "parts", experiment=experiment)
@@ -61,6 +69,29 @@ def test_checkpoints_hold_adapters_and_which_base_they_are_of(runs):
         "step": 0,
         "digest": base.digest,
     }
+
+
+@pytest.mark.slow
+def test_a_mesh_trains_the_adapters_of_one_device(runs, tmp_path, monkeypatch):
+    root, _ = runs
+    trained = []
+    for axes in ({"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        devices = jax.devices()[: math.prod(axes.values())]
+        monkeypatch.setattr(
+            session,
+            "make_mesh",
+            lambda config, devices=devices: make_mesh(config, devices),
+        )
+        experiment = replace(adapting(root / "base"), mesh=MeshConfig(**axes))
+        model = train(tmp_path / str(len(devices)), experiment=experiment).model
+        trained.append(named(to_nested_dict(model)))
+    one, several = trained
+    for name, leaf in several.items():
+        assert len(leaf.sharding.device_set) == 8
+        scale = np.abs(np.float32(one[name])).max()
+        np.testing.assert_allclose(
+            np.float32(leaf), np.float32(one[name]), rtol=0, atol=1e-5 * scale
+        )
 
 
 def test_a_resumed_run_ends_with_the_same_bits(runs):
