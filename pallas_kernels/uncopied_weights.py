@@ -75,12 +75,16 @@ def expands_groups() -> bool:
 
 
 def by_groups(
-    x: Float[Array, "B N"], values: Int[Array, "N M"], scales: Float[Array, "G M"]
+    x: Float[Array, "B N"],
+    values: Int[Array, "N M"],
+    scales: Float[Array, "G M"],
+    offsets: Float[Array, "G M"] | None = None,
 ) -> Float[Array, "B M"]:
-    """Computes x W in float32, where W is values with a scale for N / G inputs.
+    """Computes x W in float32, where N / G inputs of W share a scale and an offset.
 
     Scales multiply each group's partial sum, so that a weight is read as integers: as a
     factor of W, XLA writes them repeated over their groups: 8 times int4's bytes.
+    Offsets multiply the sum of a group's inputs.
     """
     G, M = scales.shape
     grouped = jnp.moveaxis(x.reshape(x.shape[0], G, -1), 1, 0)
@@ -90,7 +94,10 @@ def by_groups(
         values.reshape(G, -1, M).astype(x.dtype),
         preferred_element_type=jnp.float32,
     )
-    return jnp.sum(parts * scales[:, None], axis=0)
+    y = jnp.sum(parts * scales[:, None], axis=0)
+    if offsets is None:
+        return y
+    return y + jnp.sum(grouped, axis=2, dtype=jnp.float32).T @ offsets
 
 
 def merge_by_head(

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from recurjax.errors import UserError
 from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.linear import (
-    INT4_GROUP,
+    GRIDS,
     QuantizedWeight,
     is_composed,
     plain,
@@ -251,9 +251,21 @@ def as_latent_memory(stack: Stack) -> SupportsLatentMemory | None:
     return None if stack.config.memory is None else stack
 
 
-WeightDtype = Literal[
-    "float32", "bfloat16", "int8", "int4", "int8-layers", "int4-layers"
+IntegerDtype = Literal[
+    "int8",
+    "int4",
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "int8-layers",
+    "int4-layers",
+    "q8_0-layers",
+    "q4_0-layers",
+    "q4_1-layers",
 ]
+"""Integers that weights are stored as: see `ModelConfig`."""
+
+WeightDtype = Literal["float32", "bfloat16", IntegerDtype]
 """How weights are stored: see `ModelConfig`."""
 
 
@@ -277,8 +289,9 @@ class ModelConfig:
       weight_dtype: dtype in which matrices and tables are stored; training needs
         float32. bfloat16 halves the memory of a model that is only read. int8 has one
         scale per output; int4 has one per 64 inputs and leaves tables and head in int8;
-        with -layers, tables and head stay in float32. Norms, biases and other vectors
-        are always float32.
+        q8_0, q4_0 and q4_1 are those of GGUF files, with one scale, and of q4_1 an
+        offset, per 32 inputs, and tables and head in q8_0. With -layers, tables and
+        head stay in float32. Norms, biases and other vectors are always float32.
       hf_family: `model_type` of the Hugging Face checkpoint that the model came from,
         which an export writes again; None: the export chooses one that fits.
     """
@@ -479,7 +492,7 @@ def in_weight_dtype(model: Decoder, dtype: WeightDtype) -> Decoder:
     """Returns the model with its matrices and tables stored in a dtype.
 
     Raises:
-      UserError: int4 where 64 does not divide the inputs of a matrix.
+      UserError: a matrix has inputs that groups of the dtype do not divide.
     """
     if model.config.weight_dtype == dtype:
         return model
@@ -489,8 +502,14 @@ def in_weight_dtype(model: Decoder, dtype: WeightDtype) -> Decoder:
     return jax.tree.unflatten(jax.tree.structure(like), cast)
 
 
-def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
+def is_integer(dtype: WeightDtype) -> bool:
+    """Returns whether matrices are stored as integers."""
+    return dtype in get_args(IntegerDtype)
+
+
+def _with_weights_in(dtype: WeightDtype, tree: PyTree[Any]) -> PyTree[Any]:
     kind, _, layers_only = dtype.partition("-")
+    of_table = GRIDS["q8_0" if kind.startswith("q") else "int8"]
 
     def cast(path: tuple[Any, ...], weight: Any) -> Any:
         name = parameter_name(path)
@@ -498,28 +517,30 @@ def _with_weights_in(dtype: str, tree: PyTree[Any]) -> PyTree[Any]:
         if not rule.is_weight:
             return weight
         weight = plain(weight)
-        if not kind.startswith("int"):
+        if not is_integer(dtype):
             return weight.astype(kind)
         weight = weight.astype("float32")
         if is_layer_matrix(name):
-            first, inputs = -len(rule.outputs) - rule.inputs, rule.inputs
-            bits = int(kind[-1])
-            width = math.prod(weight.shape[first : -len(rule.outputs)])
-            if bits == 4 and width % INT4_GROUP:
-                raise UserError(
-                    f"--weights int4 needs widths that are multiples of {INT4_GROUP}, "
-                    f"and {name} has {width} inputs: use int8"
-                )
-            return _quantize(weight, bits=bits, first=first, inputs=inputs)
-        if layers_only or name not in ("w_embedding", "w_head"):
+            grid, inputs = GRIDS[kind], rule.inputs
+            first = -len(rule.outputs) - inputs
+        elif layers_only or name not in ("w_embedding", "w_head"):
             return weight
-        first = -1 if rule.role == "table" else -2
-        return _quantize(weight, bits=8, first=first, inputs=1)
+        else:
+            grid, inputs = of_table, 1
+            first = -1 if rule.role == "table" else -2
+        at = weight.ndim + first
+        width = math.prod(weight.shape[at : at + inputs])
+        if grid.group is not None and width % grid.group:
+            raise UserError(
+                f"--weights {dtype} needs widths that are multiples of {grid.group}, "
+                f"and {name} has {width} inputs: use int8"
+            )
+        return _quantize(weight, grid, first=first, inputs=inputs)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_composed)
 
 
-_quantize = jax.jit(quantize, static_argnames=("bits", "first", "inputs"))
+_quantize = jax.jit(quantize, static_argnames=("grid", "first", "inputs"))
 
 
 class ParameterCount(NamedTuple):

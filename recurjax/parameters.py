@@ -176,6 +176,7 @@ _PARTS: dict[str, Callable[[Rule], Rule]] = {
     "base": lambda rule: rule,
     "values": lambda rule: rule,
     "scales": _of_scales,
+    "offsets": _of_scales,
     "lora_a": lambda rule: _of_adapter("N -> rank", P(rule.spec[0], None), rule),
     "lora_b": lambda rule: _of_adapter(
         "rank -> M", P(None, rule.spec[rule.inputs]), rule

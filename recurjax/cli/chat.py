@@ -91,7 +91,8 @@ class ChatOptions(RangeChecks):
       seed: seed of sampling; None: a new one each time.
       step: training step of the checkpoint; None: the newest.
       weights: dtype of the weights in memory: int8 or int4 (64 inputs share a scale;
-        tables in int8), int8-layers or int4-layers (tables unchanged); None: as stored.
+        tables in int8), q8_0, q4_0 or q4_1 (GGUF's groups of 32; tables in q8_0), with
+        -layers tables unchanged; None: as stored.
       mesh: devices that hold the model.
     """
 

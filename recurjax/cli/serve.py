@@ -81,7 +81,8 @@ class ServeOptions(RangeChecks):
         --host 0.0.0.0 any IP address is allowed.
       grace: seconds that open requests have to finish when the server stops.
       weights: dtype of the weights in memory: int8 or int4 (64 inputs share a scale;
-        tables in int8), int8-layers or int4-layers (tables unchanged); None: as stored.
+        tables in int8), q8_0, q4_0 or q4_1 (GGUF's groups of 32; tables in q8_0), with
+        -layers tables unchanged; None: as stored.
       mesh: devices that hold each model.
     """
 

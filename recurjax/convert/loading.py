@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.convert.formats.tensors import (
+    Part,
+    QuantizedSource,
     TensorSource,
     count_not_finite,
     empty_for_jax,
@@ -21,7 +23,7 @@ from recurjax.convert.formats.tensors import (
 from recurjax.convert.pieces import Piece, check_tensors, indices
 from recurjax.evaluation.progress import progress_bar
 from recurjax.model import Decoder, ModelConfig
-from recurjax.parameters import parameter_name
+from recurjax.parameters import parameter_name, rule_of
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 
 _ON_HOST = 1 << 26
@@ -72,13 +74,19 @@ def load_model(
     filled = []
     with progress_bar("tensors read", len(pieces)) as advance:
 
-        def read(piece: Piece, dtype: np.dtype) -> np.ndarray:
-            advance(1)
-            return _read(piece, source, dtype, bad)
+        def read(part: Part | None, piece: Piece, leaf: Any) -> np.ndarray:
+            advance(part in (None, "values"))
+            if part is None:
+                return _read(piece, source, leaf.dtype, bad)
+            assert isinstance(source, QuantizedSource)
+            shape = leaf.shape[len(indices(piece.layer)) :]
+            return _read_part(piece, source, part, shape, leaf.dtype, bad)
 
         for (path, leaf), sharding in zip(paths, places, strict=True):
-            pieces_of_leaf = of_parameter[parameter_name(path)]
-            filled.append(_fill(pieces_of_leaf, leaf, sharding, read))
+            weight, _, word = (name := parameter_name(path)).rpartition(".")
+            part = cast(Part, word) if word in get_args(Part) else None
+            pieces_of_leaf = of_parameter[name if part is None else weight]
+            filled.append(_fill(pieces_of_leaf, leaf, sharding, partial(read, part)))
     _warn(bad, source, report)
     return jax.tree_util.tree_unflatten(structure, filled)
 
@@ -87,17 +95,17 @@ def _fill(
     pieces: list[Piece],
     leaf: jax.ShapeDtypeStruct,
     sharding: NamedSharding,
-    read: Callable[[Piece, np.dtype], np.ndarray],
+    read: Callable[[Piece, jax.ShapeDtypeStruct], np.ndarray],
 ) -> jax.Array:
     # A parameter that is not stacked is one tensor.
     if pieces[0].layer is None:
         [piece] = pieces
-        return _place(read(piece, leaf.dtype), sharding)
+        return _place(read(piece, leaf), sharding)
     shape, dtype = leaf.shape, leaf.dtype
     if dtype.itemsize * math.prod(shape) <= _ON_HOST:
         layers = empty_for_jax(shape, dtype)
         for piece in pieces:
-            layers[piece.layer] = read(piece, dtype)
+            layers[piece.layer] = read(piece, leaf)
         return _place(layers, sharding)
     # A large stack is made on its devices and written layer by layer: the host holds
     # one layer at a time.
@@ -106,7 +114,7 @@ def _fill(
     stacked = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     put = _writer(sharding)
     for piece in pieces:
-        layer = _place(read(piece, dtype), layer_sharding)
+        layer = _place(read(piece, leaf), layer_sharding)
         stacked = put(stacked, layer, np.asarray(indices(piece.layer), np.int32))
     return stacked
 
@@ -135,6 +143,28 @@ def _read(
     # jax may keep a CPU array's memory: what is a part of the tensor gets its own.
     contiguous = ours.size == disk.size and ours.flags.c_contiguous
     return ours if contiguous else np.array(ours, order="C")
+
+
+def _read_part(
+    piece: Piece,
+    source: QuantizedSource,
+    part: Part,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    bad: dict[str, int],
+) -> np.ndarray:
+    """Reads a part of a quantized weight, in the shape that it has in one layer."""
+    disk = source.read(piece.tensor, np.int8 if part == "values" else dtype, part=part)
+    ours = piece.take(disk)
+    if part == "values":
+        return ours.astype(dtype)
+    if count := count_not_finite(disk):
+        bad[piece.tensor] = count
+    # That of a group is there for each of its inputs, which are the axes in front, of
+    # a table the last.
+    if rule_of(piece.parameter).role == "table":
+        return ours.reshape(*shape, -1)[..., 0].copy()
+    return ours.reshape(shape[0], -1, *shape[1:])[:, 0].copy()
 
 
 def _place(array: np.ndarray, sharding: Any) -> jax.Array:

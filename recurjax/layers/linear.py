@@ -96,18 +96,21 @@ class AdaptedWeight:
 class QuantizedWeight:
     """A weight as integers with a scale for each group of inputs of each output.
 
-    W = values * scales, with each scale repeated over its group. Like `AdaptedWeight`
-    it takes the place of W's array in a Param, also of an adapted one's.
+    W = values * scales + offsets, with those of a group repeated over it. Like
+    `AdaptedWeight` it takes the place of W's array in a Param, also of an adapted
+    one's.
 
     Attributes:
       values: int8 or int4, in W's shape.
       scales: float32; the axes of the inputs have become one axis of G groups.
+      offsets: as the scales; None: all are zero.
       first: the first axis of the inputs, counted from behind.
       inputs: how many axes they are.
     """
 
     values: Any
     scales: Any
+    offsets: Any = None
     first: int = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
 
@@ -129,23 +132,15 @@ class QuantizedWeight:
     @property
     def T(self) -> "QuantizedWeight":  # noqa: N802
         """The matrix of a table."""
-        return QuantizedWeight(
-            values=self.values.T, scales=self.scales.T, first=-2, inputs=1
-        )
+        return replace(jax.tree.map(jnp.transpose, self), first=-2, inputs=1)
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":
-        if index is ...:
-            return self
-        return replace(self, values=self.values[index], scales=self.scales[index])
+        return self if index is ... else jax.tree.map(lambda x: x[index], self)
 
     def reshape(self, *shape: int) -> "QuantizedWeight":
         """Flattens the axes of a matrix to inputs and outputs."""
-        return QuantizedWeight(
-            values=self.values.reshape(*shape),
-            scales=self.scales.reshape(self.groups, -1),
-            first=-2,
-            inputs=1,
-        )
+        flat = jax.tree.map(lambda x: x.reshape(self.groups, -1), self)
+        return replace(flat, values=self.values.reshape(*shape), first=-2, inputs=1)
 
     def rows(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Reads rows of a table: W[ids]."""
@@ -159,42 +154,71 @@ class QuantizedWeight:
         shape, at = self.shape, len(self.shape) + self.first
         groups = (*shape[:at], self.groups, -1, *shape[at + self.inputs :])
         wide = jnp.promote_types(dtype, self.dtype)
-        scales = jnp.expand_dims(self.scales, at + 1)
-        dense = self.values.reshape(groups).astype(wide) * scales
+        dense = self.values.reshape(groups).astype(wide)
+        dense = dense * jnp.expand_dims(self.scales, at + 1)
+        if self.offsets is not None:
+            dense = dense + jnp.expand_dims(self.offsets, at + 1)
         return dense.reshape(shape).astype(dtype)
 
 
-INT4_GROUP = 64
-"""Inputs that share a scale where values have four bits."""
+class Grid(NamedTuple):
+    """The integers that a weight is rounded to.
+
+    Attributes:
+      bits: of a value.
+      group: inputs that share a scale; None: all inputs of an output.
+      offsets: whether a group also has an offset.
+    """
+
+    bits: int
+    group: int | None = None
+    offsets: bool = False
+
+
+GRIDS = {
+    "int8": Grid(8),
+    "int4": Grid(4, 64),
+    # Those of GGUF files.
+    "q8_0": Grid(8, 32),
+    "q4_0": Grid(4, 32),
+    "q4_1": Grid(4, 32, offsets=True),
+}
 
 
 def quantize(
-    weight: Float[Array, "..."], *, bits: int, first: int, inputs: int
+    weight: Float[Array, "..."], grid: Grid, *, first: int, inputs: int
 ) -> QuantizedWeight:
-    """Rounds a weight to integers: 8 bits by output, 4 bits in groups of 64 inputs.
+    """Rounds a weight to the integers of a grid.
 
-    The largest of a group becomes 127 in absolute value. Of four bits it becomes -8,
-    the integer without an opposite, and the scale has the sign for that: all 16 values
-    are used, as in GGUF's Q4_0. Axes are those of `QuantizedWeight`; the number of
-    inputs is a multiple of 64 where bits are 4.
+    With offsets, a group's smallest weight becomes -8 and its largest 7. Without, the
+    largest in absolute value becomes 127; of four bits -8, the integer without an
+    opposite, and the scale has the sign for that: all 16 values are used. Axes are
+    those of `QuantizedWeight`; the number of inputs is a multiple of the group.
     """
     shape, at = weight.shape, weight.ndim + first
     N = math.prod(shape[at : at + inputs])
-    group = N if bits == 8 else INT4_GROUP
+    group = grid.group or N
     outer, rest = shape[:at], shape[at + inputs :]
     grouped = weight.astype(jnp.float32).reshape(*outer, N // group, group, *rest)
     low, high = jnp.min(grouped, axis=at + 1), jnp.max(grouped, axis=at + 1)
-    if bits == 8:
-        scales = jnp.maximum(-low, high) / 127
+    largest = 2 ** (grid.bits - 1) - 1
+    if grid.offsets:
+        scales = (high - low) / (2**grid.bits - 1)
+    elif grid.bits == 8:
+        scales = jnp.maximum(-low, high) / largest
     else:
-        scales = jnp.where(-low > high, low, high) / -8
+        scales = jnp.where(-low > high, low, high) / (-largest - 1)
     scales = jnp.where(scales != 0, scales, 1.0)
+    offsets = low + (largest + 1) * scales if grid.offsets else None
+    if offsets is not None:
+        grouped = grouped - jnp.expand_dims(offsets, at + 1)
     values = jnp.round(grouped / jnp.expand_dims(scales, at + 1))
     # The largest of the other sign may round to 8.
-    values = jnp.minimum(values, 2 ** (bits - 1) - 1)
+    values = jnp.minimum(values, largest)
     return QuantizedWeight(
-        values=values.astype(f"int{bits}").reshape(shape),
+        values=values.astype(f"int{grid.bits}").reshape(shape),
         scales=scales,
+        offsets=offsets,
         first=first,
         inputs=inputs,
     )
@@ -350,6 +374,10 @@ def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
 def product_in(x: Array, weight: Array | QuantizedWeight, dtype: Any) -> Array:
     """Computes x W in a dtype at least as wide as x's, which it is summed in."""
     weight, scale = _scale_apart(weight)
+    # Of more rows the groups' partial sums are larger than W in x's dtype.
+    step = x.ndim == 2 and len(x) <= 8 and uncopied_weights.expands_groups()
+    if step and isinstance(weight, QuantizedWeight):
+        return _by_groups(x, weight).astype(dtype)
     y = jnp.einsum(
         "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
     )
@@ -360,7 +388,9 @@ def _scale_apart(
     weight: Array | QuantizedWeight,
 ) -> tuple[Array | QuantizedWeight, Array | None]:
     """Returns what x is multiplied by, and what the product is: one scale an output."""
-    if isinstance(weight, QuantizedWeight) and weight.groups == 1:
+    if not isinstance(weight, QuantizedWeight):
+        return weight, None
+    if weight.groups == 1 and weight.offsets is None:
         return weight.values, weight.scales[0]
     return weight, None
 
@@ -370,7 +400,7 @@ def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
     step = x.ndim > 2 and x.shape[1] == 1
     grouped = isinstance(weight, QuantizedWeight)
     if step and grouped and uncopied_weights.expands_groups():
-        return _grouped(x, weight)
+        return _by_groups(x[:, 0], weight)[:, None].astype(x.dtype)
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
@@ -390,12 +420,11 @@ def _product_by_row(x: Array, weight: Array, rows: Int[Array, " B"] | None) -> A
     return jnp.einsum("b...n,bnm->b...m", x, weight[rows].astype(x.dtype))
 
 
-def _grouped(x: Float[Array, "B 1 N"], weight: QuantizedWeight) -> Array:
-    def product(rows: Array) -> Array:
-        return uncopied_weights.by_groups(rows, weight.values, weight.scales)
-
-    y = uncopied_weights.with_more_rows(product, x[:, 0])
-    return y[:, None].astype(x.dtype)
+def _by_groups(x: Float[Array, "B N"], weight: QuantizedWeight) -> Array:
+    parts = weight.values, weight.scales, weight.offsets
+    return uncopied_weights.with_more_rows(
+        lambda rows: uncopied_weights.by_groups(rows, *parts), x
+    )
 
 
 def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:

@@ -15,7 +15,10 @@ from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.hugging_face.families import FAMILIES
 from recurjax.errors import UserError
 from recurjax.layers.position import LongScaling
+from recurjax.model import in_weight_dtype
 from recurjax.parameters import to_nested_dict
+from recurjax.training.run import load_run
+from tests.cli.commands import recurjax
 from tests.convert.hf_directories import LLAMA, copy_of
 from tests.golden.cases import OWN
 
@@ -214,6 +217,113 @@ def test_other_architectures_hold_the_same_model(case, tmp_path):
     leaves = (jax.tree.leaves(side.model) for side in (imported, want))
     for ours, theirs in zip(*leaves, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-7)
+
+
+def write_quantized(file, kinds, *, table):
+    """A model of two layers with random integers, which no rounding has made.
+
+    Args:
+      kinds: type of the layers' matrices, and of the last layer's; one for both.
+      table: type of the embedding and of the head.
+    """
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    draw, width, inner, key_width = np.random.default_rng(0), 64, 96, 32
+    shapes = {
+        **dict.fromkeys(("attn_q", "attn_output"), (width, width)),
+        **dict.fromkeys(("attn_k", "attn_v"), (key_width, width)),
+        **dict.fromkeys(("ffn_gate", "ffn_up"), (inner, width)),
+        "ffn_down": (width, inner),
+    }
+    sizes = {"block_count": 2, "context_length": 64, "embedding_length": width}
+    sizes |= {"feed_forward_length": inner, "attention.head_count": 4}
+    sizes |= {"attention.head_count_kv": 2, "rope.dimension_count": 16}
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, value in sizes.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+
+    def add(name, shape, kind):
+        kind = gguf.GGMLQuantizationType[kind]
+        rows = draw.normal(size=shape).astype(np.float32) / 8
+        data = gguf.quants.quantize(rows, kind)
+        if kind.name.startswith("Q"):
+            block = gguf.GGML_QUANT_SIZES[kind][1]
+            values = data.reshape(-1, block)[:, 4 if kind.name == "Q4_1" else 2 :]
+            values[:] = draw.integers(0, 256, values.shape)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    add("token_embd", (50, width), table)
+    add("output", (50, width), table)
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    for layer, kind in zip((0, 1), (kinds[0], kinds[-1]), strict=True):
+        for name in ("attn_norm", "ffn_norm"):
+            ones = np.ones(width, np.float32)
+            writer.add_tensor(f"blk.{layer}.{name}.weight", ones)
+        for name, shape in shapes.items():
+            add(f"blk.{layer}.{name}", shape, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "dtype"),
+    [
+        ("Q8_0", "Q8_0", "q8_0"),
+        ("Q4_0", "Q4_0", "q4_0"),
+        ("Q4_1", "Q8_0", "q4_1"),
+        ("Q4_0", "F16", "q4_0-layers"),
+        ("BF16", "BF16", "bfloat16"),
+        ("F16", "BF16", "float32"),
+    ],
+)
+def test_integers_stay_as_they_are(kind, table, dtype, tmp_path):
+    file, tokenizer = tmp_path / "m.gguf", tokenizer_json(tmp_path, 50)
+    write_quantized(file, [kind], table=table)
+    want = from_hf(file, tokenizer=tokenizer).model
+    model = from_hf(file, tokenizer=tokenizer, dtype="keep").model
+    assert model.config.weight_dtype == dtype
+    integers = [x for x in jax.tree.leaves(model) if "int" in str(x.dtype)]
+    assert len(integers) == (0 if "Q" not in kind else 7 if "layers" in dtype else 9)
+    expanded = in_weight_dtype(model, "float32")
+    jax.tree.map(
+        np.testing.assert_array_equal, to_nested_dict(expanded), to_nested_dict(want)
+    )
+
+
+def test_a_run_of_a_files_integers_continues_as_the_expanded_one(tmp_path):
+    file, tokenizer = tmp_path / "m.gguf", tokenizer_json(tmp_path, 50)
+    write_quantized(file, ["Q4_1"], table="Q8_0")
+    texts = {}
+    for dtype in ("float32", "keep"):
+        run = tmp_path / dtype
+        options = ["--tokenizer", tokenizer, "--dtype", dtype, "--no-check"]
+        code, _, err = recurjax("convert", "from-hf", file, run, *options)
+        assert code == 0, err
+        prompt = ["--prompt", "w1", "--temperature", "0", "--max-new-tokens", "8"]
+        code, texts[dtype], err = recurjax("generate", run, *prompt)
+        assert code == 0, err
+    assert texts["keep"] == texts["float32"]
+    stored = load_run(tmp_path / "keep", weights="stored").model
+    assert stored.config.weight_dtype == "q4_1"
+    kept = from_hf(file, tokenizer=tokenizer, dtype="keep").model
+    jax.tree.map(
+        np.testing.assert_array_equal, to_nested_dict(stored), to_nested_dict(kept)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "named"), [(["Q5_0"], "Q5_0"), (["Q4_0", "Q8_0"], "Q4_0, Q8_0")]
+)
+def test_other_types_of_layers_stay_only_expanded(kinds, named, tmp_path):
+    file, tokenizer = tmp_path / "m.gguf", tokenizer_json(tmp_path, 50)
+    write_quantized(file, kinds, table="Q8_0")
+    with pytest.raises(
+        UserError, match=f"of Q8_0, Q4_0 or Q4_1, and they are {named}: leave it out"
+    ):
+        from_hf(file, tokenizer=tokenizer, dtype="keep")
+    from_hf(file, tokenizer=tokenizer)
 
 
 def test_factors_of_a_rope_are_read_from_its_tensor(tmp_path):

@@ -14,7 +14,7 @@ from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.layers.attention import AttentionConfig, project
 from recurjax.layers.attention.heads import merge
-from recurjax.layers.linear import linear, plain, quantize
+from recurjax.layers.linear import GRIDS, linear, plain, product_in, quantize
 from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig, in_weight_dtype
 from recurjax.parameters import parameter_name
@@ -32,12 +32,16 @@ from tests.training.tiny_experiment import drawn
 draw = np.random.default_rng(0).normal
 
 
-@pytest.mark.parametrize(("bits", "groups", "step"), [(8, 1, 127), (4, 2, 8)])
-def test_values_are_within_half_a_step(bits, groups, step):
+@pytest.mark.parametrize(
+    ("grid", "groups", "step"),
+    [("int8", 1, 127), ("q8_0", 4, 127), ("int4", 2, 8), ("q4_0", 4, 8)],
+)
+def test_values_are_within_half_a_step(grid, groups, step):
     """But for those of 4 bits beyond 7, for the largest is -8 by its scale's sign."""
     weight = draw(size=(3, 128, 2, 5)).astype(np.float32)
-    result = quantize(jnp.asarray(weight), bits=bits, first=-3, inputs=1)
-    assert result.values.dtype == f"int{bits}" and result.shape == weight.shape
+    result = quantize(jnp.asarray(weight), GRIDS[grid], first=-3, inputs=1)
+    assert result.values.dtype == f"int{GRIDS[grid].bits}"
+    assert result.shape == weight.shape and result.offsets is None
     assert result.scales.shape == (3, groups, 2, 5)
     grouped = weight.reshape(3, groups, -1, 2, 5)
     largest = np.abs(grouped).max(2, keepdims=True)
@@ -48,22 +52,33 @@ def test_values_are_within_half_a_step(bits, groups, step):
     assert np.all(np.abs(values).max(2) == step)
 
 
+def test_with_offsets_a_groups_smallest_and_largest_are_exact():
+    weight = draw(size=(128, 5)).astype(np.float32) + 3
+    weight[32:64] = 0.25  # all alike
+    result = quantize(jnp.asarray(weight), GRIDS["q4_1"], first=-2, inputs=1)
+    assert result.scales.shape == result.offsets.shape == (4, 5)
+    got, want = (x.reshape(4, 32, 5) for x in (np.asarray(plain(result)), weight))
+    step = (want.max(1) - want.min(1)) / 15
+    assert np.all(abs(got - want) <= 0.501 * step[:, None] + 1e-6)
+    for end in (np.min, np.max):
+        np.testing.assert_allclose(end(got, 1), end(want, 1), atol=1e-6)
+
+
 def test_four_bits_keep_what_is_rounded_to_them():
-    """Weights that GGUF's Q4_0 holds stay exact."""
     values = np.random.default_rng(1).integers(-8, 8, size=(128, 5))
     values[::64] = -8
     scales = draw(size=(2, 5)).astype(np.float16).astype(np.float32)
     weight = values.astype(np.float32) * np.repeat(scales, 64, axis=0)
-    result = quantize(jnp.asarray(weight), bits=4, first=-2, inputs=1)
+    result = quantize(jnp.asarray(weight), GRIDS["int4"], first=-2, inputs=1)
     np.testing.assert_array_equal(plain(result), weight)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_products_read_them_as_their_matrices(bits):
+@pytest.mark.parametrize("grid", GRIDS)
+def test_products_read_them_as_their_matrices(grid):
     x = jnp.asarray(draw(size=(2, 3, 64)), jnp.float32)
     y = jnp.asarray(draw(size=(2, 3, 2, 64)), jnp.float32)
     flat, wide, back = (
-        quantize(jnp.asarray(draw(size=shape)), bits=bits, first=first, inputs=inputs)
+        quantize(jnp.asarray(draw(size=shape)), GRIDS[grid], first=first, inputs=inputs)
         for shape, first, inputs in (
             ((64, 6), -2, 1),
             ((64, 2, 4), -3, 1),
@@ -79,16 +94,20 @@ def test_products_read_them_as_their_matrices(bits):
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_step_of_an_accelerator_reads_them_by_groups(bits):
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_step_of_an_accelerator_reads_them_by_groups(grid):
     """As one product a group, and a single row as part of eight."""
     x = jnp.asarray(draw(size=(1, 1, 128)), jnp.float32)
-    weight = quantize(jnp.asarray(draw(size=(128, 6))), bits=bits, first=-2, inputs=1)
-    table = quantize(jnp.asarray(draw(size=(5, 64))), bits=bits, first=-1, inputs=1)
+    weight, table = (
+        quantize(jnp.asarray(draw(size=shape)), GRIDS[grid], first=first, inputs=1)
+        for shape, first in (((128, 6), -2), ((5, 64), -1))
+    )
     ids = jnp.asarray([[3]])
     want = linear(x, plain(weight)), plain(table)[ids]
     with target.as_if(target.Target(platform="tpu", kind="TPU v5e")):
         np.testing.assert_allclose(linear(x, weight), want[0], atol=1e-4)
+        head = product_in(x[0], weight, jnp.float32)
+        np.testing.assert_allclose(head, want[0][0], atol=1e-4)
         np.testing.assert_array_equal(table.rows(ids), want[1])
 
 

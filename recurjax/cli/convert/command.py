@@ -34,6 +34,7 @@ from recurjax.errors import UserError
 from recurjax.files.arrays import Expected, read_array
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.storage import fetched_folder, sent_folder, url_of
+from recurjax.model import IntegerDtype
 from recurjax.ranges import NonNegativeFloat, NonNegativeInt, RangeChecks
 from recurjax.run_table import load_experiment
 from recurjax.training.run import load_run
@@ -92,7 +93,8 @@ class FromHf(_Checked):
         because it does not change the model; may be given several times.
       dtype: dtype of parameters and activations: float32 holds every checkpoint exactly
         and suits training; bfloat16 takes half the memory; keep is bfloat16 if the
-        checkpoint's matrices are, else float32.
+        checkpoint's matrices are, the integers of a GGUF file in Q8_0, Q4_0 or Q4_1,
+        else float32.
       check: compare with transformers, if it is installed, and write parity.json.
       torch_python: an interpreter with torch and transformers; None: this one.
       ids: a .npy file with token ids [B, T] for the comparison.
@@ -186,13 +188,15 @@ class Quantize(RangeChecks):
       run: the run directory.
       out: the new run directory, written atomically.
       weights: int8: one scale per output; int4: one scale per 64 inputs, embeddings
-        and head in int8; with -layers, embeddings and head stay in float32.
+        and head in int8; q8_0, q4_0, q4_1: as GGUF files have them, one scale (q4_1:
+        and an offset) per 32 inputs, embeddings and head in q8_0; with -layers,
+        embeddings and head stay in float32.
       step: training step of the checkpoint; None: the newest.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
-    weights: Literal["int8", "int4", "int8-layers", "int4-layers"]
+    weights: IntegerDtype
     step: NonNegativeInt | None = None
 
 

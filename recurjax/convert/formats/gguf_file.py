@@ -1,23 +1,31 @@
 """A GGUF file as if it were a Hugging Face directory: config keys, names, weights.
 
 Quantised weights are expanded to float32 by the package `gguf` (the extra of that
-name), some rows at a time. Names and keys follow from the rows of the families.
+name), some rows at a time. So are the integers, scales and offsets of those that stay
+quantised: each is the weight that a block stands for whose other parts are neutral.
+Names and keys follow from the rows of the families.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from recurjax.convert.formats.gguf_header import GgufTensor, read_header
 from recurjax.convert.formats.gguf_tokenizer import gguf_text_settings, gguf_tokenizer
-from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
+from recurjax.convert.formats.tensors import (
+    FLOATS,
+    Part,
+    TensorInfo,
+    empty_for_jax,
+)
 from recurjax.convert.hugging_face.families import FAMILIES, Family
 from recurjax.data.tokenizers import TextSettings, Tokenizer
 from recurjax.errors import UserError
+from recurjax.model import WeightDtype
 
 # Modules of a GGUF file, which all architectures name alike, and what they are of ours.
 _TOP = {
@@ -75,6 +83,19 @@ _ARCHITECTURES = {
 _FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 _AT_ONCE = 1 << 20
 """Weights that are expanded at a time."""
+_ONE, _MINUS_EIGHT, _ZERO = (0x00, 0x3C), (0x00, 0xC8), (0, 0)  # float16
+_NEUTRAL: dict[str, dict[Part, tuple[tuple[int, int, Any], ...]]] = {
+    "Q8_0": {"values": ((0, 2, _ONE),), "scales": ((2, 34, 1),)},
+    "Q4_0": {"values": ((0, 2, _ONE),), "scales": ((2, 18, 0x99),)},
+    "Q4_1": {
+        "values": ((0, 2, _ONE), (2, 4, _MINUS_EIGHT)),
+        "scales": ((2, 4, _ZERO), (4, 20, 0x11)),
+        "offsets": ((4, 20, 0x88),),
+    },
+}
+"""Of each type that stays quantised, and of each part, the bytes of a block that the
+other parts have: its scale, its offset, then its values. Q4_1's values count from 0 in
+the file, and from -8 here."""
 
 
 def open_gguf(
@@ -168,10 +189,35 @@ class GgufFile:
             for name, tensor in self._tensors.items()
         }
 
-    def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+    def weight_dtype(self, tables: Collection[str]) -> WeightDtype:
+        from gguf.constants import (  # pyright: ignore[reportMissingImports]
+            GGMLQuantizationType,
+        )
+
+        layers: set[str] = set()
+        others: set[str] = set()
+        for name, tensor in self._tensors.items():
+            kind = GGMLQuantizationType(tensor.kind).name
+            if len(tensor.shape) > 1:
+                (others if name in tables else layers).add(kind)
+        if layers <= set(FLOATS):
+            return "bfloat16" if layers | others == {"BF16"} else "float32"
+        if len(layers) > 1 or not layers <= set(_NEUTRAL):
+            raise UserError(
+                f"{self.where}: --dtype keep needs layers of Q8_0, Q4_0 or Q4_1, and "
+                f"they are {', '.join(sorted(layers))}: leave it out to expand them"
+            )
+        # Tables of other types are expanded.
+        suffix = "" if others <= {"Q8_0", "Q4_0"} else "-layers"
+        return cast(WeightDtype, layers.pop().lower() + suffix)
+
+    def read(
+        self, name: str, dtype: DTypeLike = np.float32, *, part: Part | None = None
+    ) -> np.ndarray:
         values = empty_for_jax(self.tensors[name].shape, dtype)
+        rows = values.reshape(-1, values.shape[-1])
         try:
-            self._expand(self._tensors[name], values.reshape(-1, values.shape[-1]))
+            self._expand(self._tensors[name], part, rows)
         except (NotImplementedError, ValueError) as error:
             raise UserError(
                 f"{self.where}: {name} cannot be dequantized: {error}"
@@ -184,28 +230,35 @@ class GgufFile:
             return unpermute(values, self._heads[projection] or 1)
         return values
 
-    def _expand(self, tensor: GgufTensor, rows: np.ndarray) -> None:
+    def _expand(self, tensor: GgufTensor, part: Part | None, rows: np.ndarray) -> None:
         """Fills [rows, width]; the package needs room for a copy of what it is given.
+
+        Args:
+          part: with this part of the weights; None: with the weights.
 
         Raises:
           ValueError: the file ends before the tensor.
         """
         from gguf.constants import (  # pyright: ignore[reportMissingImports]
+            GGML_QUANT_SIZES,
             GGMLQuantizationType,
         )
         from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
 
         kind = GGMLQuantizationType(tensor.kind)
-        width = _bytes_of(tensor) // len(rows)
+        width, neutral = _bytes_of(tensor) // len(rows), _NEUTRAL.get(kind.name, {})
         # Rows at a time, about a million weights: the expanded copy is what takes room.
         step = max(1, _AT_ONCE // rows.shape[1])
         with self._path.open("rb") as stream:
             stream.seek(tensor.offset)
             for start in range(0, len(rows), step):
-                part = rows[start : start + step]
-                raw = np.fromfile(stream, np.uint8, count=len(part) * width)
-                blocks = raw.reshape(len(part), width)
-                np.copyto(part, dequantize(blocks, kind), casting="unsafe")
+                some = rows[start : start + step]
+                raw = np.fromfile(stream, np.uint8, count=len(some) * width)
+                for first, last, value in () if part is None else neutral[part]:
+                    blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
+                    blocks[:, first:last] = value
+                raw = raw.reshape(len(some), width)
+                np.copyto(some, dequantize(raw, kind), casting="unsafe")
 
 
 def _bytes_of(tensor: GgufTensor) -> int:

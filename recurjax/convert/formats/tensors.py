@@ -1,11 +1,13 @@
 """The converter's source: named tensors on disk, read one at a time."""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike
+
+from recurjax.model import WeightDtype
 
 
 class TensorInfo(NamedTuple):
@@ -40,6 +42,32 @@ class TensorSource(Protocol):
 
     def read(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
         """Reads one tensor in a dtype; nothing of it is kept."""
+        ...
+
+
+Part = Literal["values", "scales", "offsets"]
+"""Parts of a quantized weight: see `QuantizedWeight`."""
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """A checkpoint whose matrices may be integers with scales of groups."""
+
+    def weight_dtype(self, tables: Collection[str]) -> WeightDtype:
+        """Returns the dtype that holds its matrices as they are.
+
+        Args:
+          tables: names of the embedding and of the head.
+
+        Raises:
+          UserError: there is none for the layers' matrices.
+        """
+        ...
+
+    def read(
+        self, name: str, dtype: DTypeLike = np.float32, *, part: Part | None = None
+    ) -> np.ndarray:
+        """Reads a tensor, or a part of it: a group's scale is there for each input."""
         ...
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from recurjax.convert.formats.safetensors_files import open_directory
-from recurjax.convert.formats.tensors import TensorSource
+from recurjax.convert.formats.tensors import QuantizedSource, TensorSource
 from recurjax.convert.hugging_face.families import FAMILIES
 from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.hugging_face.names import (
@@ -67,7 +67,8 @@ def from_hf(
         package `gguf`), whose quantised weights are expanded.
       tokenizer: a tokenizer.json or its folder instead of the checkpoint's own.
       dtype: dtype of parameters and activations; vectors stay float32. "keep": bfloat16
-        where all matrices on disk are, else float32; "float64": of activations only.
+        where all matrices on disk are, the integers of a GGUF file, else float32;
+        "float64": of activations only.
       mesh: devices that hold the parameters; None: one device.
       ignored_keys: keys of config.json that do not change the model, as the caller
         knows.
@@ -117,15 +118,17 @@ def from_hf(
     # The tokenizer decides what is vocabulary; rows beyond it stay and are never
     # predicted.
     config = _with_vocabulary(hf.config, text, path)
-    config = _with_dtype(config, dtype, source)
+    config = _with_dtype(config, dtype, source, hf.architecture)
+    # Of integers the pieces are those of the weights that they stand for.
+    dense = dataclasses.replace(config, weight_dtype="float32")
     # What a large tokenizer took to read is not held while the weights are.
     host.give_back_freed_memory()
     model = load_model(
         config,
-        hf_pieces(hf.architecture, config),
+        hf_pieces(hf.architecture, dense),
         source,
         mesh=mesh,
-        ignored=ignored_tensors(hf.architecture, config),
+        ignored=ignored_tensors(hf.architecture, dense),
         report=report,
     )
     return Imported(model, text, hf.architecture, hf.length)
@@ -156,15 +159,21 @@ def _has_own_head(architecture: str, source: TensorSource) -> bool:
     return not np.array_equal(source.read(head), source.read(embedding))
 
 
-def _with_dtype(config: ModelConfig, dtype: str, source: TensorSource) -> ModelConfig:
+def _with_dtype(
+    config: ModelConfig, dtype: str, source: TensorSource, architecture: str
+) -> ModelConfig:
     if dtype == "float64":
         return dataclasses.replace(config, dtype=dtype)
-    if dtype == "keep":
+    weights = dtype
+    if dtype == "keep" and isinstance(source, QuantizedSource):
+        weights = source.weight_dtype(tied_tensors(FAMILIES[architecture]))
+    elif dtype == "keep":
         # float16 reaches further down than bfloat16, and not as far up.
         matrices = (info for info in source.tensors.values() if len(info.shape) > 1)
         narrow = all(info.dtype == "BF16" for info in matrices)
-        dtype = "bfloat16" if narrow else "float32"
-    return dataclasses.replace(config, dtype=dtype, weight_dtype=dtype)
+        weights = "bfloat16" if narrow else "float32"
+    dtype = "bfloat16" if weights == "bfloat16" else "float32"
+    return dataclasses.replace(config, dtype=dtype, weight_dtype=weights)
 
 
 def _with_vocabulary(

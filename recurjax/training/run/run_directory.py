@@ -34,7 +34,13 @@ from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.metric_rows import read_rows
 from recurjax.files.storage import url_of
 from recurjax.machine.process_group import SharedError
-from recurjax.model import Decoder, ModelConfig, WeightDtype, in_weight_dtype
+from recurjax.model import (
+    Decoder,
+    ModelConfig,
+    WeightDtype,
+    in_weight_dtype,
+    is_integer,
+)
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.surgery.adapters import adapted, merged, with_several
@@ -303,7 +309,7 @@ def load_run(
         run = _merged(run, mesh, report)
     stored = run.model.config.weight_dtype
     if weights is None:
-        weights = "float32" if stored.startswith("int") else stored
+        weights = "float32" if is_integer(stored) else stored
     model = in_weight_dtype(run.model, stored if weights == "stored" else weights)
     experiment = dataclasses.replace(run.experiment, model=model.config)
     return run._replace(experiment=experiment, model=model)
@@ -339,11 +345,10 @@ def load_adapters(
                 f"{'no adapters' if run.base is None else 'more than adapters'}: name "
                 "it as a model of its own"
             )
-        if run.base["digest"] != base.digest:
+        if (other := _another_base(run.base, base)) is not None:
             raise UserError(
-                f"--adapter {name}={path} is of another base: of {run.base['run']} at "
-                f"step {run.base['step']} with checksum {run.base['digest'][:12]}, and "
-                f"this one has {base.digest[:12]}: name the base that it was trained on"
+                f"--adapter {name}={path} is of another base: of {other}: name the "
+                "base that it was trained on"
             )
         adapters.append(run.model)
     return with_several(base.model, adapters)
@@ -569,15 +574,21 @@ def load_start(
     run = load_run(start, step=step, mesh=mesh, weights="stored", report=report)
     if base is None:
         report(f"starting from the parameters of {start} at step {run.step}")
-    elif base["digest"] != run.digest:
-        raise UserError(
-            f"the adapters belong to {base['run']} at step {step} with "
-            f"checksum {base['digest'][:12]}, and {start} has "
-            f"{run.digest[:12]} there: restore that model"
-        )
+    elif (other := _another_base(base, run)) is not None:
+        raise UserError(f"{start}: the adapters belong to {other}: restore that model")
     model = in_weight_dtype(run.model, experiment.model.weight_dtype)
     configured = _as_configured(model, experiment.model, mesh)
     return configured, {"run": start, "step": run.step, "digest": run.digest}
+
+
+def _another_base(base: Base, run: LoadedRun) -> str | None:
+    """Returns how a run differs from the base of adapters; None: it is that base."""
+    if base["digest"] == run.digest:
+        return None
+    return (
+        f"{base['run']} at step {base['step']} with checksum {base['digest'][:12]}, "
+        f"and this one has {run.digest[:12]}"
+    )
 
 
 def load_frozen(
