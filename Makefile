@@ -104,19 +104,21 @@ $(MADE):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed: $(MADE) pyproject.toml setup.py constraints.txt
+# What a build needs comes first, so that pip fetches no second jaxlib for its headers.
+$(VENV)/.installed: $(MADE) pyproject.toml setup.py constraints.txt $(wildcard pallas_kernels/cpu/*.cc pallas_kernels/cpu/*.h)
 	@echo "installing into $(VENV) (up to a minute)"
-	$(PIP) --editable .
+	$(PIP) 'setuptools>=77' jaxlib
+	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
-	$(PIP) --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing what the site needs"
-	$(PIP) --editable '.[docs]'
+	$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 .venv-torch/.installed: constraints.txt

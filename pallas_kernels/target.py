@@ -183,6 +183,17 @@ def slices_rows_slowly() -> bool:
     return current().platform == "tpu"
 
 
+def refusal_of_host_calls() -> str | None:
+    """Returns why programs cannot call this machine's C++ code, None when they can.
+
+    A program for a target that `as_if` set may run elsewhere.
+    """
+    if _SET.value is not None:
+        return "a program for an absent device calls no code of this machine"
+    platform = current().platform
+    return None if platform == "cpu" else f"needs a CPU, found {platform}"
+
+
 def refusal_of_capability() -> str | None:
     """Returns why the GPU is too old for our kernels and cuDNN's, None if it is not."""
     device = current()

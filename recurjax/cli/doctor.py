@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import chunk_attention, gated_scan, recurrent_prefill
 from pallas_kernels.selective_scan import selective_scan
 from recurjax.errors import UserError
+from recurjax.layers.attention import attend
 from recurjax.machine import caches
 from recurjax.plan import compilers
 from recurjax.version import VERSION
@@ -43,6 +44,7 @@ _CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "Amazon S3",
 }
 _BACKENDS = ("triton", "mosaic_tpu", "xla")
+_OF_ATTENTION = ("cudnn", "splash", "cpu", "blocks")
 
 _USAGE = """usage: recurjax doctor
 
@@ -108,7 +110,7 @@ def _operations() -> Iterator[str]:
         # As the library chooses: the first backend that does not refuse, and why the
         # ones before it did. Nothing is computed.
         refused, taken = [], "none"
-        for backend in _BACKENDS:
+        for backend in _OF_ATTENTION if name == "attend" else _BACKENDS:
             try:
                 jax.eval_shape(lambda call=call, backend=backend: call(backend))
             except NotImplementedError as error:
@@ -150,6 +152,9 @@ def _calls() -> dict[str, Callable[[Any], Any]]:
     )
     cache = recurrent_prefill.empty_cache(1, B, 0, D, spec)
     return {
+        "attend": lambda backend: attend(
+            *(heads,) * 3, scale=E**-0.5, causal=True, implementation=backend
+        ),
         "recurrent_prefill": lambda backend: recurrent_prefill.recurrent_prefill(
             jnp.zeros((B, T, D)), weights, cache, spec=spec, implementation=backend
         ),

@@ -1,6 +1,7 @@
 """What `pip install` gives: wheel and sdist, used outside the clone."""
 
 import os
+import shutil
 import sys
 import sysconfig
 import tarfile
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recurjax.version import VERSION
-from tests.packaging.wheel import built, run
+from tests.packaging.wheel import BUILD, built, copy_of_tree, run
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,35 @@ def test_both_hold_what_is_used_without_a_clone(distributions):
     with tarfile.open(sdist) as packed:
         inside = {name.partition("/")[2] for name in packed.getnames()}
     assert {"CHANGELOG.md", "LICENSE", "experiments/rat/runs.py"} <= inside
+
+
+def test_a_wheel_has_the_cpu_kernels_where_they_compile(distributions):
+    with zipfile.ZipFile(distributions[1]) as packed:
+        names = packed.namelist()
+    kernels = [n for n in names if n.startswith("pallas_kernels/cpu/kernels.")]
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    assert len(kernels) == 1 and kernels[0].endswith(".so")
+    assert "none-any" not in distributions[1].name
+
+
+def test_a_wheel_without_a_compiler_has_all_else(tmp_path_factory, tmp_path):
+    tools = built(tmp_path_factory).tools
+    copy_of_tree(tmp_path / "tree")
+    absent = dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), "no-compiler-here")
+    env = {**os.environ, **absent, "PYTHONPATH": str(tools)}
+    build = (sys.executable, "-c", BUILD, "build_wheel", tmp_path)
+    run(*build, cwd=tmp_path / "tree", env=env)
+    [wheel] = tmp_path.glob("*.whl")
+    run(sys.executable, "-m", "zipfile", "-e", wheel, tmp_path / "site")
+    code = (
+        "import jax.numpy as jnp; from pallas_kernels import cpu;"
+        "from recurjax.layers.attention import attend; q = jnp.ones((1, 80, 2, 8));"
+        "print(attend(q, q, q, scale=1.0, causal=True).sum(), cpu.refusal())"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
+    out = run(sys.executable, "-c", code, cwd=tmp_path, env=env)
+    assert out.startswith("1280.0 the C++ kernels are not built")
 
 
 def test_the_registry_would_take_both(distributions):

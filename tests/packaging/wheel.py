@@ -17,6 +17,7 @@ from tests.training.compilation import shared_by_workers
 PARTS = ("recurjax", "pallas_kernels", "experiments", "pyproject.toml", "setup.py")
 PARTS += ("MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
 PARTS += ("constraints.txt",)
+NO_SOURCES = ("__pycache__", "*.so")
 BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 
 
@@ -49,7 +50,7 @@ def copy_of_tree(tree: Path) -> None:
     for part in PARTS:
         if (ROOT / part).is_dir():
             shutil.copytree(
-                ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__")
+                ROOT / part, tree / part, ignore=shutil.ignore_patterns(*NO_SOURCES)
             )
         else:
             shutil.copy(ROOT / part, tree / part)

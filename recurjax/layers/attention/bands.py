@@ -18,14 +18,16 @@ CPU, which has no fast sum along them.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch, reductions, target
+from pallas_kernels.cpu import attention as cpu_attention
 from pallas_kernels.mesh_cut import Cut as MeshCut
 from recurjax.layers.attention.implementation import find_cut
 from recurjax.types import Array
@@ -48,8 +50,9 @@ def attend_in_bands(
     scale: float,
     window: int | None = None,
     segments: Int[Array, "B T"] | None = None,
-    slopes: Float[Array, " H"] | None = None,
+    slopes: np.ndarray | Float[Array, " H"] | None = None,
     soft_cap: float | None = None,
+    implementation: Literal["cpu", "xla"] = "xla",
 ) -> Float[Array, "B T H E"]:
     """Computes causal attention as `attend` does, in memory of B H T.
 
@@ -57,10 +60,14 @@ def attend_in_bands(
 
     Args:
       slopes: ALiBi's slopes, which are constants and get no gradient.
+      implementation: "cpu" is C++ in tiles, "xla" the bands.
     """
+    by_head = None
+    if slopes is not None:
+        by_head = jnp.asarray(slopes, jnp.promote_types(q.dtype, jnp.float32))
     options = BandedOptions(scale=scale, window=window, soft_cap=soft_cap)
-    call = BandedCall(q, k, v, segments, slopes, options)
-    return dispatch.run(_OP, call, implementation="xla")
+    call = BandedCall(q, k, v, segments, by_head, options)
+    return dispatch.run(_OP, call, implementation=implementation)
 
 
 @jax.tree_util.register_static
@@ -414,7 +421,7 @@ def _specs(cut: MeshCut, call: BandedCall, backend: str) -> dispatch.Specs:
 
 _OP = dispatch.Op(
     name="attend_in_bands",
-    backends={"xla": _Backend},
+    backends={"cpu": cpu_attention, "xla": _Backend},
     find_cut=_find_cut,
     specs=_specs,
     reads_outputs=True,

@@ -42,9 +42,6 @@ def attend_in_blocks(
     plain = window is None and slopes is None and soft_cap is None
     if plain and runs_as_chunks_of_one(q.shape[1]):
         return attend_as_chunks_of_one(q, k, v, scale=scale, segments=segments)
-    by_head = None
-    if slopes is not None:
-        by_head = jnp.asarray(slopes, jnp.promote_types(q.dtype, jnp.float32))
     return attend_in_bands(
         q,
         k,
@@ -52,7 +49,7 @@ def attend_in_blocks(
         scale=scale,
         window=window,
         segments=segments,
-        slopes=by_head,
+        slopes=slopes,
         soft_cap=soft_cap,
     )
 

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels import few_queries, reductions
 from recurjax.layers.attention.alibi_channels import with_alibi_channels
+from recurjax.layers.attention.bands import attend_in_bands
 from recurjax.layers.attention.blocked import attend_in_blocks
 from recurjax.layers.attention.implementation import (
     AttentionCall,
@@ -50,9 +51,10 @@ def attend(
       bias: added to the logits after the cap.
       soft_cap: c, or None.
       implementation: "cudnn" is jax's binding of cuDNN's flash attention, "splash"
-        jax's kernel for TPUs, "blocks" causal attention in blocks, all three in memory
-        of B H T; "xla" plain XLA, whose logits take B H T S. None: the first of them
-        that serves (blocks for long sequences only), see the folder's README.
+        jax's kernel for TPUs, "cpu" our kernels in C++, "blocks" causal attention in
+        blocks, all four in memory of B H T; "xla" plain XLA, whose logits take
+        B H T S. None: the first of them that serves (blocks for long sequences only),
+        see the folder's README.
 
     Raises:
       ValueError: `causal` with T != S, or an option that needs `causal` without it.
@@ -71,6 +73,7 @@ def attend(
         shape=q.shape,
         key_heads=k.shape[2],
         dtype=q.dtype,
+        mixed=not q.dtype == k.dtype == v.dtype,
         causal=causal,
         window=window,
         dense=mask is not None or bias is not None,
@@ -85,6 +88,9 @@ def attend(
         case "splash":
             options = hidden | {"slopes": slopes, "soft_cap": soft_cap}
             return attend_by_splash(q, k, v, scale=scale, **options)
+        case "cpu":
+            options = hidden | {"slopes": slopes, "implementation": "cpu"}
+            return attend_in_bands(q, k, v, scale=scale, **options)
         case "blocks":
             options = hidden | {"slopes": slopes, "soft_cap": soft_cap}
             return attend_in_blocks(q, k, v, scale=scale, **options)

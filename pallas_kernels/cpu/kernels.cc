@@ -1,0 +1,253 @@
+// Kernels for CPUs, called by XLA's foreign function interface (jax.ffi).
+//
+// Threads are XLA's own. The order of every sum is fixed by the call's shape and the
+// number of threads, so that results are reproducible. Kernels are compiled for AVX-512 and for
+// AVX2, or, on other processors, for vectors of 128 bits; Python chooses by the number of lanes.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+using Any = ffi::AnyBuffer;
+using Int32 = ffi::Buffer<ffi::S32>;
+using Float32 = ffi::Buffer<ffi::F32>;
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+constexpr int64_t kTile = 64;  // Queries and keys of a tile of attention.
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLowest = -1e30f;
+
+enum Stage { kForward, kBackward, kGather };
+
+// A call of attention: arrays are [B, T, H or K, E], segments [B, T], slopes
+// [slope_rows, H], lse [B, H, T].
+struct Attention {
+  const void *q, *k, *v, *d_o;
+  void *o, *dq, *dk, *dv;
+  float* lse;
+  const int32_t* segments;  // Or null.
+  const float* slopes;      // Or null.
+  float* dq_parts;          // [chunks, B, H, tiles, width, 64]
+  int64_t B, T, H, K, E, slope_rows, chunks;
+  int64_t window;  // A key at a larger distance is hidden.
+  float scale;
+  bool is_bfloat16;
+
+  int64_t tiles() const { return (T + kTile - 1) / kTile; }
+  int64_t width() const { return (E + 15) / 16 * 16; }
+  int64_t first_key_tile(int64_t at) const {
+    int64_t first = at * kTile - window;
+    return first < 0 ? 0 : first / kTile;
+  }
+  int64_t last_query_tile(int64_t key) const {
+    int64_t last = key * kTile + kTile - 1 + window;
+    return last >= T ? tiles() - 1 : last / kTile;
+  }
+  int64_t scratch_size(Stage stage) const {
+    int64_t size = width() * kTile;
+    if (stage == kForward) return 3 * size + kTile * kTile;
+    if (stage == kGather) return 0;
+    return 6 * tiles() * size + 2 * tiles() * kTile + 2 * size + 2 * kTile * kTile;
+  }
+};
+
+inline float to_float(float x) { return x; }
+inline void from_float(float x, float* to) { *to = x; }
+inline float to_float(Bfloat16 x) {
+  uint32_t bits = uint32_t{x.bits} << 16;
+  float wide;
+  __builtin_memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+inline void from_float(float x, Bfloat16* to) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  to->bits = x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+#if defined(__x86_64__) && !defined(__clang__)
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#define VECTOR_LANES 16
+#define VECTOR_COLUMNS 4
+namespace avx512 {
+#include "vectors.h"
+
+#include "attention.h"
+}  // namespace avx512
+#undef VECTOR_LANES
+#undef VECTOR_COLUMNS
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define VECTOR_LANES 8
+#define VECTOR_COLUMNS 2
+namespace avx2 {
+#include "vectors.h"
+
+#include "attention.h"
+}  // namespace avx2
+#pragma GCC pop_options
+
+// The floats in the processor's widest vectors, 0 if it has none that serve.
+int64_t best_lanes() {
+  __builtin_cpu_init();
+  bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  return wide ? 16 : 8;
+}
+
+#define CHOOSE(lanes, function) ((lanes) == 16 ? avx512::function : avx2::function)
+
+#else
+
+#define VECTOR_LANES 4
+#define VECTOR_COLUMNS 4
+namespace generic {
+#include "vectors.h"
+
+#include "attention.h"
+}  // namespace generic
+
+int64_t best_lanes() { return 4; }
+
+#define CHOOSE(lanes, function) generic::function
+
+#endif
+
+// Runs task(number, worker) for all numbers on XLA's threads and waits for them. A
+// worker is below workers(pool). A thread that XLA starts late finds nothing left.
+int64_t workers(ffi::ThreadPool& pool) {
+  int64_t threads = pool.num_threads();
+  return threads < 1 ? 1 : threads;
+}
+
+template <class Task>
+void parallel(ffi::ThreadPool& pool, int64_t count, Task task) {
+  struct State {
+    std::atomic<int64_t> next{0}, finished{0};
+    std::mutex mutex;
+    std::condition_variable all_finished;
+  };
+  auto state = std::make_shared<State>();
+  auto work = [state, count, task](int64_t worker) {
+    for (int64_t number; (number = state->next++) < count;) {
+      task(number, worker);
+      if (++state->finished == count) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->all_finished.notify_all();
+      }
+    }
+  };
+  for (int64_t worker = 1; worker < workers(pool) && worker < count; ++worker)
+    pool.Schedule([work, worker] { work(worker); });
+  work(0);
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_finished.wait(lock, [&] { return state->finished == count; });
+}
+
+ffi::Error out_of_memory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    "the attention kernel for CPUs found no memory to work in");
+}
+
+// Runs all tasks of a stage.
+void run(ffi::ThreadPool& pool, const Attention& call, Stage stage, int64_t tasks, int64_t lanes) {
+  const int64_t size = call.scratch_size(stage);
+  std::unique_ptr<float[]> scratch(new float[workers(pool) * size + 16]);
+  // A cache line's start: a vector then never crosses two.
+  float* first = scratch.get() + (-(uintptr_t)scratch.get() & 63) / sizeof(float);
+  auto* function = CHOOSE(lanes, attention);
+  parallel(pool, tasks, [&call, function, first, size, stage](int64_t task, int64_t at) {
+    function(call, stage, task, first + at * size);
+  });
+}
+
+// Reads the shapes of a call; axes in front of a row's are vmap's.
+Attention read_call(Any q, Any k, Any v, Int32 segments, Float32 slopes, float scale,
+                    int64_t window) {
+  Attention call{};
+  auto sizes = q.dimensions();
+  auto last = sizes.size();
+  call.T = sizes[last - 3], call.H = sizes[last - 2], call.E = sizes[last - 1];
+  call.K = k.dimensions()[last - 2];
+  call.B = q.element_count() / (call.T * call.H * call.E);
+  call.q = q.untyped_data(), call.k = k.untyped_data(), call.v = v.untyped_data();
+  if (segments.element_count() > 0) call.segments = segments.typed_data();
+  if (slopes.element_count() > 0) call.slopes = slopes.typed_data();
+  call.slope_rows = slopes.element_count() / call.H;
+  call.scale = scale;
+  call.window = window;
+  call.is_bfloat16 = q.element_type() == ffi::BF16;
+  return call;
+}
+
+ffi::Error forward(ffi::ThreadPool pool, float scale, int64_t window, int64_t lanes, Any q, Any k,
+                   Any v, Int32 segments, Float32 slopes, ffi::Result<Any> o,
+                   ffi::Result<Float32> lse) try {
+  Attention call = read_call(q, k, v, segments, slopes, scale, window);
+  call.o = o->untyped_data(), call.lse = lse->typed_data();
+  run(pool, call, kForward, call.B * call.H * call.tiles(), lanes);
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+ffi::Error backward(ffi::ThreadPool pool, float scale, int64_t window, int64_t lanes, Any q, Any k,
+                    Any v, Int32 segments, Float32 slopes, Any o, Float32 lse, Any d_o,
+                    ffi::Result<Any> dq, ffi::Result<Any> dk, ffi::Result<Any> dv) try {
+  Attention call = read_call(q, k, v, segments, slopes, scale, window);
+  call.o = o.untyped_data(), call.lse = lse.typed_data(), call.d_o = d_o.untyped_data();
+  call.dq = dq->untyped_data(), call.dk = dk->untyped_data();
+  call.dv = dv->untyped_data();
+  // Few key heads leave threads idle: their keys are shared out, two chunks a thread.
+  const int64_t units = call.B * call.K, wished = 2 * workers(pool);
+  call.chunks = workers(pool) == 1 || units >= wished ? 1 : (wished + units - 1) / units;
+  if (call.chunks > call.tiles()) call.chunks = call.tiles();
+  const int64_t query_tiles = call.B * call.H * call.tiles();
+  std::vector<float> parts(call.chunks * query_tiles * call.width() * kTile);
+  call.dq_parts = parts.data();
+  run(pool, call, kBackward, units * call.chunks, lanes);
+  run(pool, call, kGather, query_tiles, lanes);
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+auto bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Attr<float>("scale")
+      .Attr<int64_t>("window")
+      .Attr<int64_t>("lanes")
+      .Arg<Any>()
+      .Arg<Any>()
+      .Arg<Any>()
+      .Arg<Int32>()
+      .Arg<Float32>();
+}
+
+}  // namespace
+
+extern "C" int64_t recurjax_cpu_lanes() { return best_lanes(); }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_attention_forward, forward,
+                              bind().Ret<Any>().Ret<Float32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    recurjax_attention_backward, backward,
+    bind().Arg<Any>().Arg<Float32>().Arg<Any>().Ret<Any>().Ret<Any>().Ret<Any>());
