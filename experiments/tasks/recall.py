@@ -57,7 +57,7 @@ class Options:
       tasks: first parts of the names in runs.py; empty: all.
       mixers: second parts of the names; empty: all.
       seeds: runs of each, of initial parameters and of rows.
-      rates: learning rates, each a run of its own.
+      rates: learning rates, each a run of its own; empty: that of the row.
       tokens: the most that a run reads; None: as runs.py says.
       every: steps between tests.
     """
@@ -66,16 +66,13 @@ class Options:
     tasks: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
     seeds: int = 3
-    rates: tuple[float, ...] = (3e-3,)
+    rates: tuple[float, ...] = ()
     tokens: float | None = None
     every: int = 25
 
     def __post_init__(self):
-        if min(self.seeds, self.every) < 1 or (self.tokens or 1) < 1 or not self.rates:
-            raise UserError(
-                "--seeds, --every and --tokens must be at least 1 and --rates must "
-                "name a rate"
-            )
+        if min(self.seeds, self.every) < 1 or (self.tokens or 1) < 1:
+            raise UserError("--seeds, --every and --tokens must be at least 1")
 
 
 class Cell(NamedTuple):
@@ -220,7 +217,7 @@ def markdown(runs: dict[Cell, list[Line]], floors: dict[str, float]) -> str:
         "| M tokens to 0.9 | " + " | ".join(head) + " |",
         "|---" * (len(head) + 1) + "|",
     ]
-    several = len({rate for _, rate in mixers}) > 1
+    several = len(mixers) > len({mixer for mixer, _ in mixers})
     for mixer, rate in mixers:
         cells = []
         for task in floors:
@@ -258,7 +255,7 @@ def plot(
     axes = figure.subplots()
     mine = {cell: lines for cell, lines in runs.items() if cell.task == task}
     labels = list(dict.fromkeys((cell.mixer, cell.rate) for cell in mine))
-    several = len({rate for _, rate in labels}) > 1
+    several = len(labels) > len({mixer for mixer, _ in labels})
     for number, (mixer, rate) in enumerate(labels):
         name = f"{mixer}, {rate:g}" if several else mixer
         for cell, lines in sorted(mine.items()):
@@ -318,7 +315,7 @@ def grid(options: Options) -> list[tuple[Cell, Experiment]]:
                 # Full portions between tests.
                 steps = -(-steps // options.every) * options.every
                 row = replace(row, training=replace(row.training, steps=steps))
-                for rate in options.rates:
+                for rate in options.rates or (row.optimizer.learning_rate,):
                     optimizer = replace(row.optimizer, learning_rate=rate)
                     cell = Cell(task, mixer, rate, seed)
                     runs.append((cell, replace(row, optimizer=optimizer)))
