@@ -68,7 +68,7 @@ test-lowering: $(LOWERED:%=.venv-jax-%/.installed)
 	$(PYTHON312) -m venv .venv-jax-$*
 	grep -vE '^jax(lib)?==' constraints.txt > .venv-jax-$*/constraints.txt
 	.venv-jax-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-jax-$*/constraints.txt \
-	  jax==$* jaxlib==$* jaxtyping jax-triton triton
+	  jax==$* jaxlib==$* jax-cuda12-plugin==$* jaxtyping jax-triton triton
 	@touch $@
 
 lint: $(VENV)/.installed-test
