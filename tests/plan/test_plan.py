@@ -62,7 +62,7 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
     ("options", "said"),
     [
         ((), "--topology is missing"),
-        (("--topology", "v9:2x2"), "must be one of v4, v5e, v5p, v6e, h100, cpu"),
+        (("--topology", "v9:2x2"), "must be one of v4, v5e, v5p, v6e, tpu7x, a100"),
         (("--topology", "cpu", "--mesh", "data=two"), "--mesh data=two: write it like"),
         (("--topology", "cpu", "--mesh", "row=2"), "with axes of data, fsdp"),
         (("--topology", "cpu", "--mesh", "data=-1,fsdp=-1"), "one of them may be -1"),

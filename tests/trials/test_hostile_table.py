@@ -108,8 +108,8 @@ REASONS = {
     "reads what comes with the package, or the system's own files": [
         "bench.report:_processor",
         "cli.main:_reader_left",
+        "convert.torch.export:_joined",
         "convert.torch.export:auto_source",
-        "convert.torch.export:torch_source",
         "data.corpora.documents:embedded_text",
         "evaluation.offline_tasks:offline_tasks",
         "evaluation.offline_tasks.longbench:_definition",
@@ -117,7 +117,6 @@ REASONS = {
         "inference.engine.memory:_free_bytes_here",
         "lazy_names:lazy_names",
         "machine.compiled_programs:_kind",
-        "plan.child:_gpus",
         "plan.child:_stored",
         "plan.compilers:hashed",
         "run_table:shipped_experiments",
