@@ -16,11 +16,10 @@ import json
 import random
 import resource
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +55,7 @@ class Options:
       adapters: as of training.adapters.
       full_rate, adapter_rate: peak learning rates.
       times: rounds of steps to time in turns, in place of training.
+      alone: train only this run, such as full:0, in this process, and print its row.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -68,6 +68,7 @@ class Options:
     full_rate: float = 5e-5
     adapter_rate: float = 1e-3
     times: int = 0
+    alone: str | None = None
 
 
 def chats(count: int) -> Iterator[str]:
@@ -140,6 +141,13 @@ def trained(options: Options, side: str, seed: int) -> dict[str, Any]:
     }
 
 
+def measured(words: list[str]) -> dict[str, Any]:
+    """Has one run trained in a process of its own, and returns its row."""
+    command = [sys.executable, __file__, *words]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def step_seconds(options: Options) -> dict[str, list[float]]:
     """Times steps of both sides on one batch each, in turns."""
 
@@ -170,6 +178,10 @@ def main(argv: list[str] | None = None) -> int:
         ratio = times["adapters"] / times["full"]
         print(f"least seconds a step: {times}, adapters / full {ratio:.2f}")
         return 0
+    if options.alone is not None:
+        side, _, seed = options.alone.partition(":")
+        print(json.dumps(trained(options, side, int(seed))))
+        return 0
     lines = results.read_text().splitlines() if results.is_file() else []
     rows = [json.loads(line) for line in lines]
     done = {(row["side"], row["seed"]) for row in rows}
@@ -177,10 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         for side in SIDES:
             if (side, seed) in done:
                 continue
-            with ProcessPoolExecutor(
-                1, mp_context=get_context("spawn"), initializer=host.prepare
-            ) as pool:
-                row = pool.submit(trained, options, side, seed).result()
+            row = measured([*argv, "--alone", f"{side}:{seed}"])
             rows.append(row)
             print(json.dumps(row), flush=True)
             with results.open("a") as out:

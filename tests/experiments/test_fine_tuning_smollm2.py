@@ -8,21 +8,10 @@ from experiments import fine_tuning_smollm2 as fine_tuning
 def test_measured_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
     trained = []
 
-    class Pool:
-        def __init__(self, *_, **__): ...
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_): ...
-
-        def submit(self, function, options, side, seed):
-            assert function is fine_tuning.trained
-            trained.append((side, seed))
-            return self
-
-        def result(self):
-            return row(*trained[-1], held_out=1.01)
+    def measured(words):
+        side, _, seed = words[-1].partition(":")
+        trained.append((side, int(seed)))
+        return row(*trained[-1], held_out=1.01)
 
     def row(side, seed, held_out=1.0):
         peak = 2.0 if side == "adapters" else 6.0
@@ -31,7 +20,7 @@ def test_measured_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
     (tmp_path / "chats.jsonl").touch()
     done = [row(side, seed) for seed in (0, 1) for side in fine_tuning.SIDES][:3]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in done))
-    monkeypatch.setattr(fine_tuning, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(fine_tuning, "measured", measured)
     words = ["runs/base", "--out", str(tmp_path), "--seeds", "0", "1"]
     assert fine_tuning.main(words) == 0
     assert trained == [("adapters", 1)]
