@@ -5,9 +5,10 @@ more than its product. XLA for GPUs makes such copies to save launches: it joins
 weights of products that read the same array, and it cuts a product along what it sums
 over, for which some weights are first taken out of their stack of layers. For TPUs it
 widens the weights of a product with one row. The functions here write the products so
-that it has no reason to.
+that it has no reason to, and `compiler_options` are for programs of decode steps.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -22,6 +23,13 @@ _ROWS = 8
 _LEAST_ROWS = {"gpu": 8, "tpu": 2}
 """Rows from which XLA reads the weights in place, as compiled for an H100 and for
 a v5e; fewer are multiplied as eight. A CPU multiplies them as they are."""
+
+
+_CUT = 64
+"""Sums that one of a single group is made of."""
+_MANY = 1 << 23
+"""Weights from which XLA joins scales of groups to a sum, as compiled for an H100; of
+fewer it writes them scaled."""
 
 
 def pay_off() -> bool:
@@ -54,6 +62,37 @@ def with_more_rows(
     return product(more)[:B]
 
 
+def compiler_options() -> dict[str, str] | None:
+    """Returns what a program of decode steps is compiled with; None: the defaults.
+
+    Where each of all layers converts its own integers, XLA for GPUs converts the stack
+    first, and writes it as floats at every step.
+    """
+    return {"xla_disable_hlo_passes": "slice-sinker"} if pay_off() else None
+
+
+def in_halves(
+    x: Float[Array, "B N"], weight: Float[Array, "N M"]
+) -> Float[Array, "B M"]:
+    """Computes x W in x's dtype as two products, each of half of the inputs.
+
+    In a loop over tokens, XLA for GPUs copies a weight out of its stack of layers for a
+    product that it does not cut itself, one with many outputs.
+    """
+    N, M = weight.shape
+    # Inputs cut over devices stay as they are: such a weight narrows.
+    if N % 2 or N > M:
+        return x @ weight
+    halves = jnp.moveaxis(x.reshape(-1, 2, N // 2), 1, 0)
+    parts = jnp.einsum(
+        "hbn,hnm->hbm",
+        halves,
+        weight.reshape(2, N // 2, M),
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+    return jnp.sum(parts, axis=0).astype(x.dtype)
+
+
 def apart(x: Array, products: int) -> tuple[Array, ...]:
     """Gives each of several products that read x an x of its own."""
     # One barrier over all of them: several of x alone are found equal and become one.
@@ -69,9 +108,15 @@ def apart_by_layer(x: Array, per_layer: Array) -> Array:
     return jax.lax.optimization_barrier((x, per_layer))[0]
 
 
-def expands_groups() -> bool:
-    """Returns whether XLA would write a grouped integer weight as floats, scaled."""
-    return target.current().platform != "cpu"
+def expands(grouped: bool, rows: int) -> bool:
+    """Returns whether XLA would write a weight of integers as floats for a product.
+
+    Args:
+      grouped: whether several groups of an output's inputs have a scale each.
+      rows: of the product; for a single one, XLA for GPUs expands all.
+    """
+    one = rows == 1 and pay_off()
+    return one or grouped and target.current().platform != "cpu"
 
 
 def by_groups(
@@ -86,18 +131,47 @@ def by_groups(
     factor of W, XLA writes them repeated over their groups: 8 times int4's bytes.
     Offsets multiply the sum of a group's inputs.
     """
+    one = pay_off() and len(x) == 1
+    if one and (len(scales) == 1 or values.size >= _MANY):
+        y = _of_one_row(x, values, scales)
+    else:
+        y = with_more_rows(lambda x: _of_groups(x, values, scales), x)
+    if offsets is None:
+        return y
+    inputs = x.reshape(len(x), len(scales), -1)
+    return y + jnp.sum(inputs, axis=2, dtype=jnp.float32) @ offsets
+
+
+def _of_one_row(
+    x: Float[Array, "1 N"], values: Array, scales: Array
+) -> Float[Array, "1 M"]:
+    """Computes the product as a sum over the inputs.
+
+    XLA for GPUs joins to a sum what is summed, and so reads integers in place. A sum
+    over one group it would cut itself, for which it may turn the stack of layers.
+    """
+    (N, M), G = values.shape, len(scales)
+    cut = G if G > 1 else math.gcd(N, _CUT)
+    terms = x.reshape(cut, -1, 1) * values.reshape(cut, -1, M).astype(jnp.float32)
+    if G == 1:
+        return jnp.sum(jnp.sum(terms, axis=1), axis=0)[None] * scales
+    return jnp.sum(terms * scales[:, None], axis=(0, 1))[None]
+
+
+def _of_groups(
+    x: Float[Array, "B N"], values: Array, scales: Array
+) -> Float[Array, "B M"]:
     G, M = scales.shape
-    grouped = jnp.moveaxis(x.reshape(x.shape[0], G, -1), 1, 0)
-    parts = jnp.einsum(
+    # By itself: joined to what makes x, XLA for GPUs leaves this product to cuBLAS.
+    x = jax.lax.optimization_barrier(x) if pay_off() else x
+    grouped = jnp.moveaxis(x.reshape(len(x), G, -1), 1, 0)
+    sums = jnp.einsum(
         "gbn,gnm->gbm",
         grouped,
         values.reshape(G, -1, M).astype(x.dtype),
         preferred_element_type=jnp.float32,
     )
-    y = jnp.sum(parts * scales[:, None], axis=0)
-    if offsets is None:
-        return y
-    return y + jnp.sum(grouped, axis=2, dtype=jnp.float32).T @ offsets
+    return jnp.sum(sums * scales[:, None], axis=0)
 
 
 def merge_by_head(

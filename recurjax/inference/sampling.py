@@ -218,10 +218,6 @@ def row_keys(seed: int, rows: int) -> Key[Array, " B"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 
 
-_MANY_TOKENS = 16_384
-"""Between 8,192 tokens, as compiled for an H100, and 32,000."""
-
-
 def _within(
     logits: Float[Array, "B V"], weights: Num[Array, "B V"], limit: Num[Array, " B"]
 ) -> Float[Array, "B V"]:
@@ -232,16 +228,16 @@ def _within(
     which takes less than to sort V logits.
     """
     order = _in_order(logits)
-    bits, taken = 8 * order.dtype.itemsize, _bits_of_a_pass(logits.shape[-1])
+    bits, taken = 8 * order.dtype.itemsize, _bits_of_a_pass()
+    digits = jnp.arange(1, 1 << taken, dtype=order.dtype)
 
     def search(n: Int[Array, ""], below: UInt[Array, " B"]) -> UInt[Array, " B"]:
         place = (bits - taken * (n + 1)).astype(order.dtype)
-        digits = (jnp.asarray(digit, order.dtype) for digit in range(1, 1 << taken))
-        tried = [below | (digit << place) for digit in digits]
-        likelier = (jnp.where(order > t[:, None], weights, 0) for t in tried)
-        for level, weight in zip(tried, _sums(tuple(likelier)), strict=True):
-            below = jnp.where(weight >= limit, level, below)
-        return below
+        tried = below[:, None] | (digits << place)
+        likelier = jnp.where(order[:, None] > tried[..., None], weights[:, None], 0)
+        reached = jnp.sum(likelier, axis=-1) >= limit[:, None]
+        # The higher a level, the less is above it.
+        return jnp.max(jnp.where(reached, tried, below[:, None]), axis=-1)
 
     # The highest level at which the limit is reached already: what is above is kept.
     below = jnp.zeros(logits.shape[0], order.dtype)
@@ -249,23 +245,13 @@ def _within(
     return jnp.where(order > below[:, None], logits, -jnp.inf)
 
 
-def _bits_of_a_pass(tokens: int) -> int:
+def _bits_of_a_pass() -> int:
     """Returns how many bits to settle per pass over the tokens on this device.
 
     What a pass reads is what it costs but on a CPU, which adds 15 sums in more than
-    four times the time of one (8 rows of 50,000: 26 ms for 4). Of few tokens XLA for
-    GPUs writes down what it adds: 15 arrays, or 3 in a pass of two bits.
+    four times the time of one (8 rows of 50,000: 26 ms for 4).
     """
-    if target.computes_on_few_cores():
-        return 1
-    return 4 if tokens >= _MANY_TOKENS else 2
-
-
-def _sums(arrays: tuple[Num[Array, "B V"], ...]) -> tuple[Num[Array, " B"], ...]:
-    """Returns the sum of each over V; one reduction, so that all are read in one go."""
-    zeros = tuple(jnp.zeros((), array.dtype) for array in arrays)
-    add = lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True))  # noqa: E731
-    return tuple(jax.lax.reduce(arrays, zeros, add, (1,)))
+    return 1 if target.computes_on_few_cores() else 4
 
 
 def _in_order(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:

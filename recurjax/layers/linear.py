@@ -373,11 +373,10 @@ def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
 
 def product_in(x: Array, weight: Array | QuantizedWeight, dtype: Any) -> Array:
     """Computes x W in a dtype at least as wide as x's, which it is summed in."""
-    weight, scale = _scale_apart(weight)
     # Of more rows the groups' partial sums are larger than W in x's dtype.
-    step = x.ndim == 2 and len(x) <= 8 and uncopied_weights.expands_groups()
-    if step and isinstance(weight, QuantizedWeight):
-        return _by_groups(x, weight).astype(dtype)
+    if x.ndim == 2 and len(x) <= 8 and (y := _by_groups(x, weight)) is not None:
+        return y.astype(dtype)
+    weight, scale = _scale_apart(weight)
     y = jnp.einsum(
         "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
     )
@@ -396,17 +395,18 @@ def _scale_apart(
 
 
 def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
-    weight, scale = _scale_apart(weight)
     step = x.ndim > 2 and x.shape[1] == 1
-    grouped = isinstance(weight, QuantizedWeight)
-    if step and grouped and uncopied_weights.expands_groups():
-        return _by_groups(x[:, 0], weight)[:, None].astype(x.dtype)
+    if step and (y := _by_groups(x[:, 0], weight)) is not None:
+        return y[:, None].astype(x.dtype)
+    weight, scale = _scale_apart(weight)
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     rows = as_matrix(x)
     if step:
-        y = uncopied_weights.with_more_rows(lambda rows: _rounded(rows, weight), rows)
+        y = uncopied_weights.with_more_rows(
+            lambda rows: _rounded_step(rows, weight), rows
+        )
     else:
         y = _rounded(rows, weight)
     y = y.reshape(*x.shape[:-1], weight.shape[-1])
@@ -420,11 +420,16 @@ def _product_by_row(x: Array, weight: Array, rows: Int[Array, " B"] | None) -> A
     return jnp.einsum("b...n,bnm->b...m", x, weight[rows].astype(x.dtype))
 
 
-def _by_groups(x: Float[Array, "B N"], weight: QuantizedWeight) -> Array:
-    parts = weight.values, weight.scales, weight.offsets
-    return uncopied_weights.with_more_rows(
-        lambda rows: uncopied_weights.by_groups(rows, *parts), x
-    )
+def _by_groups(
+    x: Float[Array, "B N"], weight: Array | QuantizedWeight
+) -> Float[Array, "B M"] | None:
+    """Computes x W in float32 group by group, where XLA would expand the integers."""
+    if not isinstance(weight, QuantizedWeight):
+        return None
+    grouped = weight.groups > 1 or weight.offsets is not None
+    if not uncopied_weights.expands(grouped, len(x)):
+        return None
+    return uncopied_weights.by_groups(x, weight.values, weight.scales, weight.offsets)
 
 
 def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:
@@ -433,6 +438,13 @@ def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:
     if rows.ndim == 2 and rows.dtype == jnp.bfloat16 and target.widens_bfloat16():
         return _wide(rows, weight)
     return rows @ weight
+
+
+def _rounded_step(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:
+    """Computes the same for one token each of a few rows."""
+    if rows.ndim == 2 and uncopied_weights.pay_off():
+        return uncopied_weights.in_halves(rows, weight)
+    return _rounded(rows, weight)
 
 
 @jax.custom_vjp

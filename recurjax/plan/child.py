@@ -33,7 +33,7 @@ from recurjax.files.atomic import write_atomic
 from recurjax.model import ModelConfig
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
-from recurjax.plan.programs import DeviceProgram, build_program
+from recurjax.plan.programs import DeviceProgram, build_program, compile_program
 from recurjax.plan.topology import Topology, parse_topology
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, make_mesh
@@ -41,13 +41,6 @@ from recurjax.sharding import AXES, make_mesh
 # The TPU compiler's message on a program's total memory, or on its temporaries.
 _WHOLE = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
-# Of a product that XLA would fuse with what follows it, in tiles that it finds by
-# trying them on the device; the tile it takes without one does not fit every fusion.
-_NO_TILES = "Couldn't find output tile sizes"
-_CUBLAS = (
-    "without a device XLA found no tiles for a product fused with what follows it: "
-    "products are planned as calls of cuBLAS, and what would be fused moves once more"
-)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -166,7 +159,7 @@ def _compiled(
         return answer | json.loads(stored.read_text()) | {"from_cache": seconds}
     lowering = time.perf_counter() - began
     try:
-        compiled, notes = _compile(lowered, topology)
+        compiled, notes = compile_program(lowered, gpu=topology.platform == "cuda")
     except Exception as error:
         sizes = {name: device_bytes(tree) for name, tree in program.parts.items()}
         failure = read_failure(error, sizes)
@@ -191,17 +184,6 @@ def _compiled(
         stored.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(stored, json.dumps(failure))
     return answer | failure
-
-
-def _compile(lowered: Any, topology: Topology) -> tuple[Any, list[str]]:
-    """Compiles, and says what had to be left out of it."""
-    try:
-        return lowered.compile(), []
-    except jax.errors.JaxRuntimeError as error:
-        if topology.platform != "cuda" or _NO_TILES not in str(error):
-            raise
-    options = {"xla_gpu_enable_triton_gemm": False}
-    return lowered.compile(compiler_options=options), [_CUBLAS]
 
 
 def _stored(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import uncopied_weights
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import batch_sums
 from recurjax.exits import ExitRule
@@ -50,6 +51,26 @@ class DeviceProgram:
     parts: dict[str, Any]
     tokens: int
     own_flops: float
+
+
+# Of a product that XLA would fuse with what follows it, in tiles that it finds by
+# trying them on the device; the tile it takes without one does not fit every fusion.
+_NO_TILES = "Couldn't find output tile sizes"
+_CUBLAS = (
+    "without a device XLA found no tiles for a product fused with what follows it: "
+    "products are planned as calls of cuBLAS, and what would be fused moves once more"
+)
+
+
+def compile_program(lowered: Any, *, gpu: bool) -> tuple[Any, list[str]]:
+    """Compiles, and says what had to be left out of it."""
+    try:
+        return lowered.compile(), []
+    except jax.errors.JaxRuntimeError as error:
+        if not gpu or _NO_TILES not in str(error):
+            raise
+    options = {"xla_gpu_enable_triton_gemm": False}
+    return lowered.compile(compiler_options=options), [_CUBLAS]
 
 
 def build_program(
@@ -168,7 +189,8 @@ def _decode(
 ) -> DeviceProgram:
     before = _prefill(experiment, mesh, rows, length)
     # Caches keep the sharding that prefill's compiler chooses.
-    compiled = before.function.lower(*before.arguments).compile()
+    lowered = before.function.lower(*before.arguments)
+    compiled, _ = compile_program(lowered, gpu=uncopied_weights.pay_off())
     slots, *_ = jax.eval_shape(before.function, *before.arguments)
     slots = _place(slots, compiled.output_shardings[0])
     everywhere = replicated(mesh)
@@ -177,7 +199,11 @@ def _decode(
     model = before.arguments[0]
     run = partial(decode_slots, strategy=SequenceWise(), steps=1, top=0)
     return DeviceProgram(
-        function=jax.jit(run, donate_argnums=2),
+        function=jax.jit(
+            run,
+            donate_argnums=2,
+            compiler_options=uncopied_weights.compiler_options(),
+        ),
         arguments=(model, None, slots, ended, until_free),
         # Compile its prefill first, because the compiler chooses the sharding of
         # caches.
@@ -216,7 +242,11 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Device
     )
     run = partial(decode_slots, strategy=strategy, steps=1, top=0)
     return DeviceProgram(
-        function=jax.jit(run, donate_argnums=2),
+        function=jax.jit(
+            run,
+            donate_argnums=2,
+            compiler_options=uncopied_weights.compiler_options(),
+        ),
         arguments=(model, weights, state, ended, until_free),
         parts={"parameters": (model, weights), "caches": state},
         tokens=slots,

@@ -8,7 +8,6 @@ from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.target import Target, as_if
 from recurjax.errors import UserError
-from recurjax.inference import sampling
 from recurjax.inference.sampling import (
     PLAIN,
     SamplingConfig,
@@ -36,24 +35,16 @@ def filtered(logits, config: SamplingConfig, platform: str = "cpu") -> np.ndarra
     return np.asarray(_FILTER[platform](jnp.asarray(logits), rows))
 
 
-def _filter_of(platform: str, many_tokens: int):
+def _filter_of(platform: str):
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(logits, rows):
-        with (
-            as_if(Target(platform=platform, kind="")),
-            pytest.MonkeyPatch.context() as p,
-        ):
-            p.setattr(sampling, "_MANY_TOKENS", many_tokens)
+        with as_if(Target(platform=platform, kind="")):
             return filter_logits(logits, rows)
 
     return run
 
 
-_FILTER = {
-    "cpu": _filter_of("cpu", V),
-    "gpu": _filter_of("gpu", V),
-    "gpu, few tokens": _filter_of("gpu", V + 1),
-}
+_FILTER = {platform: _filter_of(platform) for platform in ("cpu", "gpu")}
 of_platforms = pytest.mark.parametrize("platform", _FILTER)
 
 

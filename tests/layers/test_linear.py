@@ -74,12 +74,19 @@ def test_a_gpu_multiplies_at_least_eight_rows_of_one_token():
     def multiplied(x: jax.Array) -> int:
         traced = jax.make_jaxpr(lambda x: linear(x, jnp.ones((4, 5))))(x)
         (product,) = [e for e in traced.eqns if e.primitive.name == "dot_general"]
-        return product.invars[0].aval.shape[0]
+        return product.invars[0].aval.shape[-2]
 
     with as_if(H100):
         assert [multiplied(drawn(rows, 1, 4)) for rows in (1, 3, 8, 9)] == [8, 8, 8, 9]
         assert multiplied(drawn(1, 3, 4)) == 3
     assert multiplied(drawn(1, 1, 4)) == 1
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (5, 6), (6, 4)])
+def test_a_gpu_computes_a_step_in_halves_of_the_inputs(shape):
+    x, weight = drawn(3, 1, shape[0]), drawn(*shape)
+    there, here = on_gpu_and_here(linear, x, weight)
+    assert_values_close(there, here)
 
 
 def test_layers_that_read_one_x_are_kept_apart():

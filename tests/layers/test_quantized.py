@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import target
+from pallas_kernels import target, uncopied_weights
 from recurjax.cli.inspect.describe import parameter_rows
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
@@ -95,8 +95,12 @@ def test_products_read_them_as_their_matrices(grid):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_step_of_an_accelerator_reads_them_by_groups(grid):
-    """As one product a group, and a single row as part of eight."""
+@pytest.mark.parametrize("platform, many", [("tpu", 0), ("gpu", 0), ("gpu", 1 << 23)])
+def test_a_step_of_an_accelerator_reads_them_by_groups(
+    grid, platform, many, monkeypatch
+):
+    """As one product a group, a single row as part of eight or as a sum."""
+    monkeypatch.setattr(uncopied_weights, "_MANY", many)
     x = jnp.asarray(draw(size=(1, 1, 128)), jnp.float32)
     weight, table = (
         quantize(jnp.asarray(draw(size=shape)), GRIDS[grid], first=first, inputs=1)
@@ -104,7 +108,7 @@ def test_a_step_of_an_accelerator_reads_them_by_groups(grid):
     )
     ids = jnp.asarray([[3]])
     want = linear(x, plain(weight)), plain(table)[ids]
-    with target.as_if(target.Target(platform="tpu", kind="TPU v5e")):
+    with target.as_if(target.Target(platform=platform, kind="")):
         np.testing.assert_allclose(linear(x, weight), want[0], atol=1e-4)
         head = product_in(x[0], weight, jnp.float32)
         np.testing.assert_allclose(head, want[0][0], atol=1e-4)

@@ -10,8 +10,8 @@ from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import Alibi, Rope
 from recurjax.model import ModelConfig
-from recurjax.plan.child import STAND_IN, _compile, attention_notes
-from recurjax.plan.topology import parse_topology
+from recurjax.plan.child import STAND_IN, attention_notes
+from recurjax.plan.programs import compile_program
 from recurjax.variants.transformer import TransformerConfig
 from tests.source_tree import ROOT
 
@@ -51,18 +51,18 @@ class Lowered:
 
 def test_products_without_tiles_are_planned_as_cublas_calls_and_it_is_told():
     lowered = Lowered("INTERNAL: Couldn't find output tile sizes that satisfy hlo: dot")
-    options, notes = _compile(lowered, parse_topology("h100:8"))
+    options, notes = compile_program(lowered, gpu=True)
     assert options == {"xla_gpu_enable_triton_gemm": False}
     assert len(notes) == 1 and "planned as calls of cuBLAS" in notes[0]
 
 
 @pytest.mark.parametrize(
-    ("said", "topology"),
-    [("RESOURCE_EXHAUSTED: Used 90G of", "h100:8"), ("Couldn't find output", "cpu")],
+    ("said", "gpu"),
+    [("RESOURCE_EXHAUSTED: Used 90G of", True), ("Couldn't find output", False)],
 )
-def test_other_failures_of_a_compiler_stay_its_answer(said, topology):
+def test_other_failures_of_a_compiler_stay_its_answer(said, gpu):
     with pytest.raises(jax.errors.JaxRuntimeError, match=said):
-        _compile(Lowered(said), parse_topology(topology))
+        compile_program(Lowered(said), gpu=gpu)
 
 
 def test_a_plan_for_a_gpu_says_what_its_attention_leaves_out():

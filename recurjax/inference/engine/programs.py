@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Int, Int32
 
-from pallas_kernels import target
+from pallas_kernels import target, uncopied_weights
 from recurjax.exits import ExitHead
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import EngineConfig, RequestSettings
@@ -394,7 +394,10 @@ def _jitted(
     """
     out = jax.tree.unflatten(tree, shardings)
     return jax.jit(
-        partial(function, **dict(static)), donate_argnums=donate, out_shardings=out
+        partial(function, **dict(static)),
+        donate_argnums=donate,
+        out_shardings=out,
+        compiler_options=uncopied_weights.compiler_options(),
     )
 
 
