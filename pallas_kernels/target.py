@@ -117,8 +117,9 @@ def computes_on_few_cores() -> bool:
 def widens_bfloat16() -> bool:
     """Returns whether bfloat16 is computed as float32: by XLA for CPUs.
 
-    To read or write a part of a bfloat16 array, it converts the entire array to float32
-    and back (`tests/inference/test_compute_dtype.py` compiles both cases).
+    To read or write a part of a bfloat16 array, XLA of jaxlib before 0.12 converts the
+    entire array to float32 and back (`tests/inference/test_compute_dtype.py` compiles
+    both cases).
     """
     return current().platform == "cpu"
 

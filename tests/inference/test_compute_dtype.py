@@ -158,6 +158,12 @@ def test_stacks_scanned_as_bits_are_the_stacks():
     assert layers_of(weights, cached=True) == layers_of(weights, cached=False)
 
 
+of_old_jaxlib = pytest.mark.skipif(
+    jax.version.__version_info__ >= (0, 12), reason="XLA of jaxlib 0.12 widens neither"
+)
+
+
+@of_old_jaxlib
 def test_xla_for_cpus_widens_a_stack_that_is_not_scanned_as_bits():
     """The reason for `scan_layers` to scan bits: without it, that code can go."""
     weights = jax.ShapeDtypeStruct((16, 128, 128), jnp.bfloat16)
@@ -178,6 +184,7 @@ def test_xla_for_cpus_widens_a_stack_that_is_not_scanned_as_bits():
     assert scratch_bytes(cached=True) < 1.5 * stack
 
 
+@of_old_jaxlib
 def test_xla_for_cpus_widens_a_bfloat16_cache_to_write_a_token():
     """The reason for `cache_dtype`: without it, that function can go."""
 
