@@ -6,25 +6,29 @@ layers, run twice). Positions are each paper's own. One rate for all, nothing is
 LRT makes two passes over the tokens. Reproduces no table: it shows what the papers
 compare on text, at a scale for two CPU cores. english_text.py makes the text.
 
-Writes results.md and english.png, bits per byte over tokens and over time. A stopped
-set continues with the same command.
+Writes results.md and english.png, bits per byte over tokens and over time, for which
+steps of all variants are measured in turns once the set is trained (seconds.json). A
+stopped set continues with the same command.
 
     python experiments/english_variants.py english.txt --runs runs/english
 """
 
+import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from recurjax.bench.timing import in_turns
 from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.atomic import write_figure
+from recurjax.files.atomic import write_atomic, write_figure
 from recurjax.files.metric_rows import read_rows
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import UNIT_VARIANCE
@@ -37,6 +41,7 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import Interleaved, NextToken
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
+from recurjax.training.session import Session
 from recurjax.training.sweep import seeded, sweep_and_print
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -62,7 +67,7 @@ class Options:
 
     Attributes:
       text: UTF-8; its last twentieth is for validation.
-      runs: one run directory each, results.md and english.png.
+      runs: one run directory each, results.md, seconds.json and english.png.
       variants: which of the six.
       tokens: tokens that each reads, in all.
       seeds: runs of each.
@@ -164,31 +169,49 @@ def experiment(name: Name, options: Options) -> Experiment:
     )
 
 
+def step_seconds(runs: list[Experiment], root: Path) -> dict[str, float]:
+    """Returns the least seconds of a step, in turns, or as measured before."""
+    file = root / "seconds.json"
+    seconds = json.loads(file.read_text()) if file.is_file() else {}
+    if missing := [run for run in runs if run.name not in seconds]:
+        times = in_turns({run.name: _steps(run, root) for run in missing}, repeats=5)
+        seconds |= {name: min(each) for name, each in times.items()}
+        write_atomic(file, json.dumps(seconds, indent=2))
+    return seconds
+
+
+def _steps(run: Experiment, root: Path) -> Callable[[], Any]:
+    session = Session(run, root / f"timed_{run.name}")
+    held, batch = [session.start(lambda _: None)], session.next_batch()
+
+    def advance() -> Any:
+        held[0], metrics = session.step_on(held[0], batch)
+        return metrics
+
+    return advance
+
+
 def plot(runs: list[Experiment], options: Options, png: Path) -> None:
     """Draws bits per byte over tokens and over hours, the mean over the seeds."""
     from matplotlib.figure import Figure  # slow to import
 
+    seconds = step_seconds(runs, options.runs)
     figure = Figure(figsize=(10, 4), layout="constrained")
     by_tokens, by_time = figure.subplots(1, 2, sharey=True)
     for run in runs:
         bits: dict[int, list[float]] = {}
-        speeds = []
         for seed in range(options.seeds):
             directory = RunDirectory(options.runs / seeded(run, seed).name)
             for row in read_rows(directory.metrics).rows:
                 if row["kind"] == "validation":
                     bits.setdefault(row["step"], []).append(row["bits_per_byte"])
-                elif "tokens_per_second" in row:
-                    speeds.append(row["tokens_per_second"])
-        tokens = [step * run.training.tokens_per_step for step in sorted(bits)]
-        means = [statistics.fmean(bits[step]) for step in sorted(bits)]
-        by_tokens.plot([n / 1e6 for n in tokens], means, label=run.name)
-        if speeds:
-            hours = [n / statistics.median(speeds) / 3600 for n in tokens]
-            by_time.plot(hours, means, label=run.name)
+        steps, means = sorted(bits), [statistics.fmean(bits[n]) for n in sorted(bits)]
+        tokens = [n * run.training.tokens_per_step / 1e6 for n in steps]
+        by_tokens.plot(tokens, means, label=run.name)
+        by_time.plot([n * seconds[run.name] / 60 for n in steps], means, label=run.name)
     by_tokens.set_xlabel("million tokens")
     by_tokens.set_ylabel("validation bits per byte")
-    by_time.set_xlabel("hours")
+    by_time.set_xlabel("minutes of training, two CPU cores")
     by_tokens.legend(fontsize=8)
     write_figure(figure, png)
 
