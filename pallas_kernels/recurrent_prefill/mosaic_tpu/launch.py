@@ -60,6 +60,11 @@ class LayerSizes:
         return -(-COPIES * self.heads // LANES) * LANES
 
 
+SLACK = 2 * 2**20
+"""What a kernel may take above its estimate, out of what the compiler keeps: on a TPU7x
+it takes 3 % more than on a v5p, for which the estimates are."""
+
+
 def choose_tiles(
     sizes: LayerSizes,
     tile: int | None,
@@ -226,7 +231,7 @@ def launch_kernel(
             # Row tiles share nothing: the two cores of a v5p take turns. A row tile's
             # sequence is in one core's scratch.
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=launch.vmem,
+            vmem_limit_bytes=launch.vmem + SLACK,
         ),
         name=kernel.__name__.strip("_"),
     )(*jax.tree.leaves(arguments))
