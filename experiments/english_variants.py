@@ -16,14 +16,13 @@ stopped set continues with the same command.
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from recurjax.bench.timing import in_turns
+from recurjax.bench.trainer import steps_in_turns
 from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
@@ -41,7 +40,6 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import Interleaved, NextToken
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
-from recurjax.training.session import Session
 from recurjax.training.sweep import seeded, sweep_and_print
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -173,26 +171,15 @@ def step_seconds(runs: list[Experiment], root: Path) -> dict[str, float]:
     """Returns the least seconds of a step, in turns, or as measured before."""
     file = root / "seconds.json"
     seconds = json.loads(file.read_text()) if file.is_file() else {}
-    if missing := [run for run in runs if run.name not in seconds]:
-        times = in_turns({run.name: _steps(run, root) for run in missing}, repeats=5)
+    if missing := {run.name: run for run in runs if run.name not in seconds}:
+        times = steps_in_turns(missing, repeats=5)
         seconds |= {name: min(each) for name, each in times.items()}
         write_atomic(file, json.dumps(seconds, indent=2))
     return seconds
 
 
-def _steps(run: Experiment, root: Path) -> Callable[[], Any]:
-    session = Session(run, root / f"timed_{run.name}")
-    held, batch = [session.start(lambda _: None)], session.next_batch()
-
-    def advance() -> Any:
-        held[0], metrics = session.step_on(held[0], batch)
-        return metrics
-
-    return advance
-
-
 def plot(runs: list[Experiment], options: Options, png: Path) -> None:
-    """Draws bits per byte over tokens and over hours, the mean over the seeds."""
+    """Draws bits per byte over tokens and over minutes, the mean over the seeds."""
     from matplotlib.figure import Figure  # slow to import
 
     seconds = step_seconds(runs, options.runs)
@@ -211,7 +198,7 @@ def plot(runs: list[Experiment], options: Options, png: Path) -> None:
         by_time.plot([n * seconds[run.name] / 60 for n in steps], means, label=run.name)
     by_tokens.set_xlabel("million tokens")
     by_tokens.set_ylabel("validation bits per byte")
-    by_time.set_xlabel("minutes of training, two CPU cores")
+    by_time.set_xlabel("minutes of training")
     by_tokens.legend(fontsize=8)
     write_figure(figure, png)
 

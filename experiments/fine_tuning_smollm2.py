@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from recurjax.bench.timing import in_turns
+from recurjax.bench.trainer import steps_in_turns
 from recurjax.cli.options import parse, run_script
 from recurjax.data.config import Conversations, DataConfig, TokenizerFile
 from recurjax.errors import UserError
@@ -38,7 +38,6 @@ from recurjax.training.config import EvaluationConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
-from recurjax.training.session import Session
 
 SIDES = ("full", "adapters")
 
@@ -150,19 +149,8 @@ def measured(words: list[str]) -> dict[str, Any]:
 
 def step_seconds(options: Options) -> dict[str, list[float]]:
     """Times steps of both sides on one batch each, in turns."""
-
-    def steps(side: str):
-        run = replace(experiment(options, side, 0), name=f"times_{side}")
-        session = Session(run, options.out / run.name)
-        held, batch = [session.start(print)], session.next_batch()
-
-        def advance() -> Any:
-            held[0], metrics = session.step_on(held[0], batch)
-            return metrics
-
-        return advance
-
-    return in_turns({side: steps(side) for side in SIDES}, repeats=options.times)
+    runs = {side: experiment(options, side, 0) for side in SIDES}
+    return steps_in_turns(runs, repeats=options.times)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,8 +23,6 @@ _ROWS = 8
 _LEAST_ROWS = {"gpu": 8, "tpu": 2}
 """Rows from which XLA reads the weights in place, as compiled for an H100 and for
 a v5e; fewer are multiplied as eight. A CPU multiplies them as they are."""
-
-
 _CUT = 64
 """Sums that one of a single group is made of."""
 _MANY = 1 << 23
@@ -162,8 +160,6 @@ def _of_groups(
     x: Float[Array, "B N"], values: Array, scales: Array
 ) -> Float[Array, "B M"]:
     G, M = scales.shape
-    # By itself: joined to what makes x, XLA for GPUs leaves this product to cuBLAS.
-    x = jax.lax.optimization_barrier(x) if pay_off() else x
     grouped = jnp.moveaxis(x.reshape(len(x), G, -1), 1, 0)
     sums = jnp.einsum(
         "gbn,gnm->gbm",

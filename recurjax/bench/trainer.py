@@ -2,14 +2,16 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
 
-from recurjax.bench.timing import BenchRow, row
+from recurjax.bench.timing import BenchRow, in_turns, row
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
 from recurjax.layers.attention import AttentionConfig
@@ -58,6 +60,29 @@ def summary(rows: list[BenchRow]) -> str:
         f"overhead of the loop over the bare step: {cost:.1f} % (of the minima)\n"
         f"data pipeline alone: {ratio:,.0f} times the training rate"
     )
+
+
+def steps_in_turns(
+    runs: Mapping[str, Experiment], *, repeats: int
+) -> dict[str, list[float]]:
+    """Returns seconds of several runs' steps, each on one batch, measured in turns."""
+
+    def steps(session: Session) -> Callable[[], Any]:
+        held, batch = [session.start(lambda _: None)], session.next_batch()
+
+        def advance() -> Any:
+            held[0], metrics = session.step_on(held[0], batch)
+            return metrics
+
+        return advance
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        calls = {}
+        for name, run in runs.items():
+            session = Session(run, Path(folder) / name)
+            stack.callback(session.close)
+            calls[name] = steps(session)
+        return in_turns(calls, repeats=repeats)
 
 
 def _loop(experiment: Experiment, root: Path) -> float:

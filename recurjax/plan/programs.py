@@ -17,6 +17,7 @@ from recurjax.experiment import Experiment
 from recurjax.inference.compute_dtype import multiplied_shapes
 from recurjax.inference.engine import EngineConfig
 from recurjax.inference.engine.slots import (
+    DecodeStrategy,
     SequenceWise,
     Slots,
     decode_slots,
@@ -197,13 +198,8 @@ def _decode(
     ended = jax.ShapeDtypeStruct((rows,), bool, sharding=everywhere)
     until_free = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
     model = before.arguments[0]
-    run = partial(decode_slots, strategy=SequenceWise(), steps=1, top=0)
     return DeviceProgram(
-        function=jax.jit(
-            run,
-            donate_argnums=2,
-            compiler_options=uncopied_weights.compiler_options(),
-        ),
+        function=_decoding(SequenceWise()),
         arguments=(model, None, slots, ended, until_free),
         # Compile its prefill first, because the compiler chooses the sharding of
         # caches.
@@ -211,6 +207,14 @@ def _decode(
         tokens=rows,
         # One token of each row: the count is by token.
         own_flops=_forward_flops(experiment, rows, length) / length,
+    )
+
+
+def _decoding(strategy: DecodeStrategy) -> Any:
+    return jax.jit(
+        partial(decode_slots, strategy=strategy, steps=1, top=0),
+        donate_argnums=2,
+        compiler_options=uncopied_weights.compiler_options(),
     )
 
 
@@ -240,13 +244,8 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Device
     state, weights, ended, until_free = _place(
         (state, weights, ended, until_free), replicated(mesh)
     )
-    run = partial(decode_slots, strategy=strategy, steps=1, top=0)
     return DeviceProgram(
-        function=jax.jit(
-            run,
-            donate_argnums=2,
-            compiler_options=uncopied_weights.compiler_options(),
-        ),
+        function=_decoding(strategy),
         arguments=(model, weights, state, ended, until_free),
         parts={"parameters": (model, weights), "caches": state},
         tokens=slots,
