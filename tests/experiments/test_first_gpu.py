@@ -23,7 +23,10 @@ def test_every_step_writes_rows_as_it_measures(quick_children, tmp_path, capsys)
     timed = [row for row in rows if "best_ms" in row]
     assert len(timed) > 10 and all(row["best_ms"] > 0 for row in timed)
     failed = [row for row in rows if row["step"] == "scans" and "error" in row]
-    assert [row["name"] for row in failed] in ([], ["torch"])  # which may be absent
+    absent = {"torch", "packed/tokamax"}  # not installed everywhere
+    assert {row["name"] for row in failed} <= absent
+    gaps = {row["name"]: row["gradient_gap"] for row in rows if "gradient_gap" in row}
+    assert gaps["packed/cudnn"] < 1e-4
 
 
 def test_a_process_that_fails_is_shown_and_counted(tmp_path, capsys, monkeypatch):
