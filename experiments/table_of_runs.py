@@ -9,8 +9,9 @@ parameters takes about half a minute.
     python experiments/table_of_runs.py --plan rat recurrent_transformer
 
 `--plan` first plans what is not planned yet: it compiles each run's training step for
-h100:8, rows spread over the eight (weights too, where that does not fit), and
-multiplies the least time that a step can take by its steps and devices. Runs of one
+h100:8, rows spread over the eight (where that does not fit, weights too, then in parts
+of the step's rows, one after another), and multiplies the least time that a step can
+take by its steps and devices. Runs of one
 step are planned once: those that differ in their number of steps, schedule or start
 alone. `recurjax plan` says more of any one run, and a real one takes longer. Runs that
 read a prepared corpus are planned, a minute or two each on one core. Needs the
@@ -46,7 +47,9 @@ TABLES = (
     *("relaxed_recursive_transformer", "recurformer", "tasks"),
 )
 TOPOLOGY = "h100:8"
-MESHES = (MeshConfig(data=8), MeshConfig(fsdp=8))
+DATA, FSDP = MeshConfig(data=8), MeshConfig(fsdp=8)
+WAYS = ((DATA, 1), (FSDP, 1), (FSDP, 2), (FSDP, 4), (FSDP, 8))
+"""Meshes and accumulations, in the order in which a run is tried on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,10 +151,13 @@ def read_record() -> dict[str, dict[str, Any]]:
 
 
 def plan_run(experiment: Experiment, cache: Path) -> Plan:
-    """Plans a run on the first mesh that it fits; on the last where it fits none."""
+    """Plans a run the first way that it fits; the last where it fits none."""
     topology = parse_topology(TOPOLOGY)
-    for mesh in MESHES:
-        plan = make_plan(replace(experiment, mesh=mesh), topology, cache=cache)
+    training = experiment.training
+    for mesh, parts in WAYS:
+        in_parts = replace(training, accumulation=parts * training.accumulation)
+        planned = replace(experiment, mesh=mesh, training=in_parts)
+        plan = make_plan(planned, topology, cache=cache)
         if plan.fits:
             break
     return plan
