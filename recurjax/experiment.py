@@ -9,7 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from recurjax.config_json import from_json, json_differences, to_json
-from recurjax.data.config import DataConfig
+from recurjax.data.config import DataConfig, Mixture
 from recurjax.data.tasks.dataset import TaskData
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
@@ -18,7 +18,12 @@ from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.objective import NextToken, Objective, refuses_segments
+from recurjax.training.objective import (
+    NextToken,
+    Objective,
+    as_carried,
+    refuses_segments,
+)
 from recurjax.training.optimizers import Constant, OptimizerConfig, Schedule
 from recurjax.version import VERSION, refuse_newer
 
@@ -56,32 +61,65 @@ class Experiment:
                 "name must be usable as the name of a directory under runs/, got "
                 f"{self.name!r}"
             )
-        length = self.training.length
+        training, length = self.training, self.training.row_length
         fix = f"shorten it or raise {_learned_positions(self.model, 'model')}.length"
-        too_long = self.model.refuses_length(
-            length, f"training.length {length}", fix=fix
-        )
+        what = f"training.length {training.length}"
+        if training.carry > 1:
+            what += f" x training.carry {training.carry} = {length}"
+        too_long = self.model.refuses_length(length, what, fix=fix)
         if too_long is not None:
             raise ValueError(too_long)
         # Windows of a pattern such as "half of the length" were computed for one
         # length.
         windows = self.model.training_length
-        if windows not in (None, self.training.length):
+        if windows not in (None, training.length):
             raise ValueError(
-                f"training.length {self.training.length} must equal "
+                f"training.length {training.length} must equal "
                 f"model.stack.length {windows}, from which the model's windows "
                 "follow: set both to the same value"
             )
         refused = self.objective.refuses(self.model)
         if refused is None and self.has_segments:
             refused = refuses_segments(self.objective, self.model)
+        if refused is None and training.carry > 1:
+            refused = self._refuses_carry()
         if refused is not None:
             raise ValueError(refused)
+
+    def _refuses_carry(self) -> str | None:
+        if as_carried(self.objective) is None:
+            return (
+                "training.carry needs an objective of one pass, NextToken or Chunked, "
+                f"got {type(self.objective).__name__}"
+            )
+        if self.has_segments:
+            return (
+                "training.carry continues rows with a cache, which keeps no documents "
+                "apart: leave data.document_segments off (for prompts with answers: "
+                "rows one)"
+            )
+        in_turns = isinstance(self.data, TaskData) and self.data.order == "settings"
+        if self.data_changes or in_turns:
+            return (
+                "training.carry reads a batch of rows in several steps, so the data "
+                "cannot change by the step: leave out a mixture's reweightings, "
+                "data.stages and data.order settings"
+            )
+        return None
 
     @property
     def has_segments(self) -> bool:
         """Whether its batches carry segments."""
         return self.data.has_segments
+
+    @property
+    def data_changes(self) -> tuple[int, ...]:
+        """The steps from which on a mixture or a task draws other rows."""
+        if isinstance(self.data, TaskData):
+            return self.data.stages[1:]
+        if not isinstance(self.data.corpus, Mixture):
+            return ()
+        return tuple(change.step for change in self.data.corpus.reweightings)
 
     @property
     def evaluation_batch(self) -> int:
@@ -92,7 +130,7 @@ class Experiment:
     @property
     def flops_per_token(self) -> float:
         """Returns the training FLOPs per token of all passes and all other work."""
-        length, objective = self.training.length, self.objective
+        length, objective = self.training.row_length, self.objective
         flops = objective.passes * self.model.flops_per_token(length)
         return flops + objective.beside_flops(self.model, length)
 

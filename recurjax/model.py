@@ -86,6 +86,10 @@ class Stack(Protocol):
         """Returns a cache of these rows of another one; a row may repeat."""
         ...
 
+    def row_axes(self, cache: Cache) -> PyTree[int]:
+        """Returns the axis of each array that counts rows; -1 where none does."""
+        ...
+
     def layer_states(
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> Iterator[Float[Array, "B T D"]]:

@@ -22,7 +22,7 @@ import pytest
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Tokens
 from tests.compiling import QUICK_COMPILE
-from tests.tolerances import assert_values_close
+from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, T = 2, 13
 PIECE = 9
@@ -115,6 +115,21 @@ def row_of(model, cache, row: int):
     return jax.tree.map(cut, *sizes, jax.device_get(cache))
 
 
+@quick
+def pull_back_through_a_cache(model, ids, weights):
+    """Returns the same, with the row read in two pieces that a cache joins."""
+
+    def hidden(stack, x):
+        cache, half, parts = stack.init_cache(*ids.shape, x.dtype), T // 2, []
+        for piece in (slice(half), slice(half, None)):
+            h, cache = stack(x[:, piece], cache, Tokens(ids[:, piece]))
+            parts.append(h)
+        return jnp.concatenate(parts, axis=1)
+
+    _, pull = jax.vjp(hidden, model.stack, model.embed(ids))
+    return pull(weights)
+
+
 class StackLaws:
     """Every law for each of `models`, which are named by what they switch on.
 
@@ -204,6 +219,14 @@ class StackLaws:
         np.testing.assert_array_equal(for_x[:, 9:], 0)
         np.testing.assert_array_equal(for_x[1], 0)
         assert np.any(for_x[0, 8]) and np.any(for_x[0, 7])
+
+    @pytest.mark.own_program
+    def test_gradients_pass_through_a_cache(self, model, ids):
+        width = model.config.stack.width
+        weights = np.zeros((B, T, width), np.float32)
+        weights[:, -3:] = np.random.default_rng(2).normal(size=(B, 3, width))
+        got = jax.device_get(pull_back_through_a_cache(model, ids, weights))
+        assert_gradients_close(got, jax.device_get(pull_back(model, ids, weights)))
 
     def test_the_training_cache_keeps_nothing(self, model, ids):
         before = model.init_cache(B, 0)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Real
+from jaxtyping import Int32, Real
 
 from recurjax.data.batches import Batch, Layout, empty_batch, join_rows
 from recurjax.data.config import DataConfig
@@ -281,6 +281,74 @@ class Batches:
     def close(self) -> None:
         """Ends the threads that read ahead."""
         self._iterator.close()
+
+
+class CarriedBatches:
+    """Batches of long rows in pieces: row r of a step continues row r of the last one.
+
+    A row begins at every `pieces`-th step. Row r does so r steps before row 0, so that
+    each step has pieces from everywhere in the long rows, and its loss is like the
+    others'. The first rows therefore begin in their middle. See `begins`.
+    """
+
+    def __init__(self, batches: Batches, pieces: int, *, first: int = 0):
+        """Reads nothing yet.
+
+        Args:
+          batches: the long rows; `pieces` divides their length.
+          pieces: pieces of a long row.
+          first: number in the global batch of the first row that this process delivers.
+        """
+        self._batches, self._pieces, self._first = batches, pieces, first
+        # The batch that row 0 is in, and the next, each with the place before it.
+        self._open: list[tuple[dict[str, Any], Batch]] = []
+        self._step = 0  # since the first of them was opened
+
+    def __iter__(self) -> "CarriedBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self._open) < 2:
+            self._open.append((self._batches.get_state(), next(self._batches)))
+        (_, current), (_, following) = self._open
+        batch = {name: self._cut(current[name], following[name]) for name in current}
+        self._step += 1
+        if self._step == self._pieces:
+            self._step = 0
+            del self._open[0]
+        return batch
+
+    def _cut(
+        self, current: Int32[np.ndarray, "B S"], following: Int32[np.ndarray, "B S"]
+    ) -> Int32[np.ndarray, "B T"]:
+        rows, pieces = np.arange(len(current)), self._pieces
+        both = np.concatenate([current, following], axis=1)
+        at = self._step + (self._first + rows) % pieces
+        return both.reshape(len(rows), 2 * pieces, -1)[rows, at]
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the place of row 0's long row, and its next piece."""
+        place = self._open[0][0] if self._open else self._batches.get_state()
+        return {"rows": place, "piece": self._step}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues at a saved place; errors are those of `Batches.set_state`."""
+        self._batches.set_state(state["rows"])
+        self._open, self._step = [], int(state["piece"])
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        self._batches.close()
+
+
+def begins(step: Any, row: Any, pieces: int) -> Any:
+    """Returns whether a row of a step of `CarriedBatches` begins a long row.
+
+    Args:
+      step: counted from 0; a number or an array.
+      row: number in the global batch; a number or an array.
+    """
+    return (step + row) % pieces == 0
 
 
 class _Chain:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, PyTree
 
 from pallas_kernels import target
 from recurjax.layers.mesh import keep_rows_apart
@@ -343,7 +343,7 @@ def rematerialize(body: Callable, remat: Remat, *, scanned: bool = True) -> Call
 
 
 class CacheRows:
-    """Gives a stack with `init_cache` the three methods on a cache's rows.
+    """Gives a stack with `init_cache` the methods on a cache's rows.
 
     An engine keeps a row for each request: when one ends, its row is emptied and
     another request's prefilled row takes its place, while the neighbours decode on.
@@ -369,7 +369,7 @@ class CacheRows:
             shape[axis] = -1
             return jnp.where(rows.reshape(shape), jnp.zeros((), leaf.dtype), leaf)
 
-        return jax.tree.map(clear, cache, self._row_axes(cache))
+        return jax.tree.map(clear, cache, self.row_axes(cache))
 
     def insert(self, cache: Cache, row: Int[Array, ""] | int, other: Cache) -> Cache:
         """Puts the one row of `other` into place `row`; the rest stays to the bit.
@@ -392,7 +392,7 @@ class CacheRows:
                 )
             return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis)
 
-        return jax.tree.map(put, cache, other, self._row_axes(cache))
+        return jax.tree.map(put, cache, other, self.row_axes(cache))
 
     def take(self, cache: Cache, rows: Int[Array, " N"]) -> Cache:
         """Returns a cache of the chosen rows, in this order; a row may repeat.
@@ -403,9 +403,9 @@ class CacheRows:
         def pick(leaf: Array, axis: int) -> Array:
             return leaf if axis < 0 else jnp.take(leaf, rows, axis=axis)
 
-        return jax.tree.map(pick, cache, self._row_axes(cache))
+        return jax.tree.map(pick, cache, self.row_axes(cache))
 
-    def _row_axes(self, cache: Cache) -> Any:
+    def row_axes(self, cache: Cache) -> PyTree[int]:
         """Returns the axis of each array that counts rows; -1 where none does."""
         # Caches of one row and of two differ in this axis; only shapes are computed.
         single, double = (

@@ -124,6 +124,8 @@ def _training(experiment: Experiment, mesh: Mesh) -> DeviceProgram:
     }
     if step.frozen is not None:
         parts["parameters"] = (state.model, step.frozen)
+    if state.cache is not None:
+        parts["caches"] = state.cache
     return DeviceProgram(
         function=step.function,
         arguments=(state, step.batch, step.frozen),

@@ -76,6 +76,9 @@ class TrainingConfig:
       steps: number of optimizer steps.
       batch: rows per step, over all devices and accumulation parts.
       length: T, the tokens of a row.
+      carry: steps over which a row's cache is carried. Rows have carry x length tokens,
+        of which each step reads the next `length` with the cache of those before;
+        gradients stop where a step begins. 1: every step reads rows of their own.
       accumulation: number of parts of the batch that go through the model one after
         another, to lower peak memory.
       gradient_clip: largest global norm of the gradient; None: no clipping.
@@ -112,6 +115,7 @@ class TrainingConfig:
     steps: PositiveInt
     batch: PositiveInt
     length: PositiveInt
+    carry: PositiveInt = 1
     accumulation: PositiveInt = 1
     gradient_clip: PositiveFloat | None = 1.0
     seed: Seed = 0
@@ -171,6 +175,11 @@ class TrainingConfig:
         if self.adapters is None or self.train_only is None:
             return self.train_only if self.adapters is None else ADAPTER_PARAMETERS
         return f"{ADAPTER_PARAMETERS}|{self.train_only}"
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row of the data, which `carry` steps read."""
+        return self.carry * self.length
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,7 +1,7 @@
 """Training objectives: configs that are functions of (model, batch)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -10,7 +10,7 @@ from recurjax.losses.cross_entropy import at_targets, token_losses
 from recurjax.losses.divergence import FrozenModel
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import NonNegativeFloat, PositiveInt, RangeChecks
-from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
+from recurjax.types import IGNORED, Array, Batch, Cache, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
     Interleaved,
@@ -57,7 +57,19 @@ class NextToken(RangeChecks):
         self, model: Decoder, batch: Batch
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the loss to minimise and, as metrics, its cross-entropy `loss`."""
-        x, targets = self.states(model, batch), batch.targets
+        return self._loss(model, self.states(model, batch), batch.targets)
+
+    def carry(
+        self, model: Decoder, batch: Batch, cache: Cache
+    ) -> tuple[Scalar, tuple[dict[str, Scalar], Cache]]:
+        """Returns the same of rows that continue those of a cache, and the next one."""
+        x, cache = model.hidden(Tokens(batch.ids), cache)
+        loss, metrics = self._loss(model, x, batch.targets)
+        return loss, (metrics, cache)
+
+    def _loss(
+        self, model: Decoder, x: Float[Array, "B T D"], targets: Int[Array, "B T"]
+    ) -> tuple[Scalar, dict[str, Scalar]]:
         if self.answers is not None:
             x, targets = at_targets(x, targets, self.answers)
         losses = token_losses(model, x, targets, chunks=self.vocabulary_chunks)
@@ -131,6 +143,28 @@ model reads each token, and `frozen`: None, or a `FrozenModel`. With one it is c
 with that model, a `Decoder`, as its third argument. `refuses` says why a model cannot
 be trained so; `beside_flops` returns the FLOPs of a step outside the model's passes;
 `calls_model` says whether a pass calls the model unchanged."""
+
+
+@runtime_checkable
+class SupportsCarry(Protocol):
+    """An objective of one pass, whose rows may go on in the next: see `as_carried`."""
+
+    def carry(
+        self, model: Decoder, batch: Batch, cache: Cache
+    ) -> tuple[Scalar, tuple[dict[str, Scalar], Cache]]:
+        """Returns the loss of rows that continue those of a cache.
+
+        And with its metrics the cache of the rows' next tokens.
+        """
+        ...
+
+
+def as_carried(objective: Objective) -> SupportsCarry | None:
+    """Returns the objective as one that carries caches; None: it cannot."""
+    # `Compress` predicts a row from its last state, which is not there before its end.
+    if isinstance(objective, Compress) or not isinstance(objective, SupportsCarry):
+        return None
+    return objective
 
 
 def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:

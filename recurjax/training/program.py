@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from recurjax.errors import UserError
@@ -19,7 +20,7 @@ from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
 from recurjax.surgery.adapters import adapted
 from recurjax.training.config import TrainingConfig
-from recurjax.training.objective import Objective
+from recurjax.training.objective import Objective, as_carried
 from recurjax.training.optimizers import (
     OptimizerConfig,
     RunSize,
@@ -28,12 +29,13 @@ from recurjax.training.optimizers import (
     learning_rate,
 )
 from recurjax.training.step import (
+    LossFunction,
     TrainState,
     check_trained_part,
     first_state,
     train_step,
 )
-from recurjax.types import Array, Batch, Scalar
+from recurjax.types import Array, Batch, Cache, Scalar
 
 Metrics = dict[str, Scalar]
 
@@ -146,7 +148,8 @@ def build_step(
 
     def begin(model: Decoder) -> TrainState:
         model = adapted(model, training)
-        return first_state(model, optimizer, training.spikes, training.trained)
+        cache = _empty_cache(model, training)
+        return first_state(model, optimizer, training.spikes, training.trained, cache)
 
     def new(key: Array) -> TrainState:
         return begin(Decoder(experiment.model, rngs=nnx.Rngs(key)))
@@ -157,6 +160,11 @@ def build_step(
     refused = state.model.stack.refuses(mesh, training.length)
     if refused is not None:
         raise UserError(refused)
+    if training.carry > 1 and mesh.shape["sequence"] > 1:
+        raise UserError(
+            "training.carry continues entire rows, and mesh.sequence "
+            f"{mesh.shape['sequence']} cuts them: leave one of them at 1"
+        )
     adapters_only = training.adapters is not None and training.train_only is None
     if experiment.model.weight_dtype != "float32" and not adapters_only:
         raise UserError(
@@ -169,6 +177,12 @@ def build_step(
     check_batch(training.batch // training.accumulation, mesh, name=part)
     check_batch(experiment.evaluation_batch, mesh, name="evaluation.batch")
 
+    objective: LossFunction = experiment.objective
+    if training.carry > 1:
+        carried = as_carried(experiment.objective)
+        assert carried is not None  # `Experiment` refuses the others.
+        objective = carried.carry
+
     def update(
         state: TrainState, batch: Batch, frozen: Decoder | None = None
     ) -> tuple[TrainState, Metrics]:
@@ -176,10 +190,11 @@ def build_step(
             state,
             batch,
             frozen,
-            objective=experiment.objective,
+            objective=objective,
             optimizer=optimizer,
             spikes=training.spikes,
             accumulation=training.accumulation,
+            carry=training.carry,
             train_only=training.trained,
             data_changes=data_changes,
         )
@@ -188,10 +203,10 @@ def build_step(
         now = jnp.asarray(rate(metrics.pop("updates")))
         return state, metrics | {"learning_rate": now}
 
-    places, teacher = shardings(state, mesh), experiment.objective.frozen
+    places, teacher = _shardings(state, mesh), experiment.objective.frozen
     return Step(
         mesh=mesh,
-        state=placed_shapes(state, mesh),
+        state=_placed(state, places),
         batch=batch_shapes(
             training.batch, training.length, mesh, segments=experiment.has_segments
         ),
@@ -213,13 +228,43 @@ def build_step(
 
 def placed_shapes(tree: Any, mesh: Mesh) -> Any:
     """Returns a tree of ShapeDtypeStructs with the shardings of the rule table."""
+    return _placed(tree, shardings(tree, mesh))
+
+
+def _placed(tree: Any, places: Any) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
         tree,
-        shardings(tree, mesh),
+        places,
     )
+
+
+def _empty_cache(model: Decoder, training: TrainingConfig) -> Cache | None:
+    """Returns the cache of `TrainState`, for rows that no step has read."""
+    if training.carry == 1:
+        return None
+    parts = training.accumulation
+    cache = model.init_cache(training.batch // parts, training.row_length)
+    # An empty cache is zeros, as `CacheRows.reset` has it.
+    return jax.tree.map(lambda x: jnp.zeros((parts, *x.shape), x.dtype), cache)
+
+
+def _shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Returns the shardings of a state: the rule table's, and of a cache its rows'."""
+    places = shardings(state, mesh)
+    if state.cache is None:
+        return places
+    by_row = batch_sharding(mesh).spec[0]
+
+    def of_cache(axis: int) -> NamedSharding:
+        # The accumulation's parts are in front of each array's own axes.
+        spec = P() if axis < 0 else P(*[None] * (axis + 1), by_row)
+        return NamedSharding(mesh, spec)
+
+    axes = state.model.stack.row_axes(state.cache)
+    return places._replace(cache=jax.tree.map(of_cache, axes))
 
 
 def model_shapes(config: ModelConfig, mesh: Mesh) -> Decoder:

@@ -20,9 +20,8 @@ from recurjax.data.dataset import (
     lossy_note,
     open_dataset,
 )
-from recurjax.data.loader import ChainedLoader, Loader, RowLoader
+from recurjax.data.loader import CarriedBatches, ChainedLoader, Loader, RowLoader
 from recurjax.data.prepared import verify_checksums
-from recurjax.data.tasks import TaskData
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, joined, score
@@ -68,8 +67,9 @@ class Session:
         if mirror is None:
             check_shared(self.directory.root)
         self.mesh = make_mesh(experiment.mesh)
-        changes = _data_changes(experiment)
-        self._step = build_step(experiment, self.mesh, data_changes=changes)
+        self._step = build_step(
+            experiment, self.mesh, data_changes=experiment.data_changes
+        )
         self._resumes = self._refuse_another_run()
         self.dataset = self._open_dataset()
         tokenizer = self.dataset.tokenizer
@@ -92,7 +92,7 @@ class Session:
             before_read=None if mirror is None else mirror.fetch_arrays,
             apart=mirror is not None and mirror.parts > 1,
         )
-        self._batches = iter(loader)
+        self._batches = self._carried(iter(loader))
         # Epochs of prompts with answers are counted, of other data steps alone.
         examples = isinstance(self.dataset, AnswersDataset)
         self._rows_of_epoch = (
@@ -205,7 +205,9 @@ class Session:
         """Counts the passes over prompts with answers; nothing of other data."""
         if self._rows_of_epoch is None:
             return {}
-        return {"epoch": step * self.experiment.training.batch / self._rows_of_epoch}
+        training = self.experiment.training
+        rows = step * training.batch / training.carry
+        return {"epoch": rows / self._rows_of_epoch}
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`.
@@ -308,8 +310,10 @@ class Session:
                 raise UserError(reason)
 
     def _length(self, split: SplitName) -> int:
-        length = self.experiment.training.length
-        return length if split == "train" else self.dataset.evaluation_length(length)
+        training = self.experiment.training
+        if split == "train":
+            return training.row_length
+        return self.dataset.evaluation_length(training.length)
 
     def _loader(self, split: SplitName) -> Loader | RowLoader | ChainedLoader:
         """Opens a split, which refuses one that is too short for a row."""
@@ -321,6 +325,14 @@ class Session:
             batch=batch,
             rows=local_rows(batch, self.mesh),
         )
+
+    def _carried(self, batches: Any) -> Any:
+        """Cuts the training rows into the pieces of `training.carry` steps."""
+        training = self.experiment.training
+        if training.carry == 1:
+            return batches
+        first, _ = local_rows(training.batch, self.mesh)
+        return CarriedBatches(batches, training.carry, first=first)
 
 
 def _refuse_damaged_shards(experiment: Experiment) -> None:
@@ -376,13 +388,3 @@ def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> No
 
 _WINDOW = ("spikes.losses", "spikes.known", "spikes.rejected")
 """What the spike rule compares with; its counts of updates always continue."""
-
-
-def _data_changes(experiment: Experiment) -> tuple[int, ...]:
-    """Returns the steps from which on a mixture or a task draws other rows."""
-    if isinstance(experiment.data, TaskData):
-        return experiment.data.stages[1:]
-    corpus = getattr(experiment.data, "corpus", None)
-    if not isinstance(corpus, Mixture):
-        return ()
-    return tuple(change.step for change in corpus.reweightings)

@@ -10,26 +10,39 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Int
 
+from recurjax.data.loader import begins
 from recurjax.errors import UserError
 from recurjax.model import Decoder
 from recurjax.parameters import parameter_name
 from recurjax.training.spikes import SpikeConfig, SpikeState, judge, new_spike_state
-from recurjax.types import IGNORED, Array, Batch, Scalar
+from recurjax.types import IGNORED, Array, Batch, Cache, Scalar
 
-LossFunction = Callable[..., tuple[Scalar, dict[str, Scalar]]]
+LossFunction = Callable[..., tuple[Scalar, Any]]
 """(model, batch) -> (loss, metrics); with a third argument, what is frozen.
+
+With `carry` > 1 it is (model, batch, cache) -> (loss, (metrics, cache)).
 
 A loss is a mean over counted targets. One that is the mean of several such means has
 `counts(batch)`, the targets of each, and takes `shares`: see `_gradient`."""
 
 
 class TrainState(NamedTuple):
-    """Everything that training changes; a pytree that checkpoints save in full."""
+    """Everything that training changes; a pytree that checkpoints save in full.
+
+    Attributes:
+      step: steps done.
+      model: the parameters.
+      optimizer: its moments and counts.
+      spikes: state of the spike rule.
+      cache: the caches of the rows that steps carry, of each part of the accumulation,
+        [A, ...]; None: every step reads rows of their own.
+    """
 
     step: Int[Array, ""]
     model: Decoder
     optimizer: Any
     spikes: SpikeState
+    cache: Cache | None = None
 
 
 def first_state(
@@ -37,6 +50,7 @@ def first_state(
     optimizer: optax.GradientTransformation,
     spikes: SpikeConfig,
     train_only: str | None = None,
+    cache: Cache | None = None,
 ) -> TrainState:
     """Returns the state before the first step on a model's parameters."""
     return TrainState(
@@ -45,6 +59,7 @@ def first_state(
         # Moments only of what is trained: a frozen part has no state.
         optimizer=optimizer.init(trained_part(model, train_only)),
         spikes=new_spike_state(spikes),
+        cache=cache,
     )
 
 
@@ -57,6 +72,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     spikes: SpikeConfig,
     accumulation: int = 1,
+    carry: int = 1,
     train_only: str | None = None,
     data_changes: tuple[int, ...] = (),
 ) -> tuple[TrainState, dict[str, Scalar]]:
@@ -72,6 +88,8 @@ def train_step(
       spikes: when to skip.
       accumulation: parts of the batch that go through the model one after another;
         the gradient is that of the mean over the full batch's counted targets.
+      carry: steps over which a row's cache is carried. The gradient takes the cache as
+        a constant, and a skipped step leaves it as it was.
       train_only: a pattern of the names of what is trained; None: everything.
       data_changes: steps at which the data change (a mixture's weights); later losses
         are not compared with earlier ones.
@@ -87,7 +105,12 @@ def train_step(
     if train_only is not None:
         objective = _of_trained_part(objective, state.model)
     trained = trained_part(state.model, train_only)
-    gradient, metrics = _gradient(trained, batch, objective, accumulation, counts)
+    caches = None
+    if carry > 1:
+        caches = _without_ended_rows(state, len(batch.ids), accumulation, carry)
+    gradient, metrics, carried = _gradient(
+        trained, batch, caches, objective, accumulation, counts
+    )
     # Before clipping: the norm that metrics show and the spike rule checks.
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, trained)
@@ -106,13 +129,24 @@ def train_step(
     if spikes.enabled:
         model = keep(model, state.model)
         moments = keep(moments, state.optimizer)
+        carried = keep(carried, caches)
     metrics |= {
         "gradient_norm": norm,
         "update_norm": update_norm,
         "skipped": seen.skipped,
         "updates": state.spikes.accepted,
     }
-    return TrainState(state.step + 1, model, moments, seen), metrics  # pyright: ignore[reportArgumentType]
+    return TrainState(state.step + 1, model, moments, seen, carried), metrics  # pyright: ignore[reportArgumentType]
+
+
+def _without_ended_rows(
+    state: TrainState, rows: int, accumulation: int, carry: int
+) -> Cache:
+    """Empties the cache of the rows that begin another text at this step."""
+    new = begins(state.step, jnp.arange(rows), carry)
+    # Part a of the accumulation has the rows a, a + A, ...: see `_gradient`.
+    parts = new.reshape(-1, accumulation).T
+    return jax.vmap(state.model.stack.reset)(state.cache, parts)
 
 
 def _with_frozen(objective: LossFunction, frozen: Any) -> LossFunction:
@@ -122,29 +156,39 @@ def _with_frozen(objective: LossFunction, frozen: Any) -> LossFunction:
 
 def _of_trained_part(objective: LossFunction, model: Decoder) -> LossFunction:
     # The rest is closed over as well, so that no gradient is made for it.
-    return lambda trained, batch, **options: objective(
-        whole_model(trained, model), batch, **options
+    return lambda trained, *inputs, **options: objective(
+        whole_model(trained, model), *inputs, **options
     )
 
 
 def _gradient(
     model: Any,
     batch: Batch,
+    caches: Cache | None,
     objective: LossFunction,
     accumulation: int,
     counts: Callable[[Batch], Array] | None = None,
-) -> tuple[Any, dict[str, Scalar]]:
-    """Returns the gradient of the full batch, and the objective's metrics.
+) -> tuple[Any, dict[str, Scalar], Cache | None]:
+    """Returns the gradient of the full batch, the objective's metrics, and the caches.
 
     Args:
+      caches: a cache for each part, stacked; None: the objective takes none.
       counts: counts of an objective that is the mean of several means: the targets of
         each. It is then called with `shares`, the fractions of the full batch's targets
         that a part has, by which it multiplies the part's means. None: it is one mean.
     """
-    differentiate = jax.value_and_grad(objective, has_aux=True)
+
+    def evaluate(model: Any, batch: Batch, cache: Cache | None, **options: Any) -> Any:
+        if cache is None:
+            loss, metrics = objective(model, batch, **options)
+            return loss, (metrics, None)
+        return objective(model, batch, cache)
+
+    differentiate = jax.value_and_grad(evaluate, has_aux=True)
     if accumulation == 1:
-        (_, metrics), gradient = differentiate(model, batch)
-        return gradient, metrics
+        cache = jax.tree.map(lambda x: x[0], caches)
+        (_, (metrics, cache)), gradient = differentiate(model, batch, cache)
+        return gradient, metrics, jax.tree.map(lambda x: x[None], cache)
     # Part a takes the rows a, a + A, ...: so each device keeps its share of every part.
     parts = jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), batch
@@ -154,20 +198,23 @@ def _gradient(
 
     # Weight a part's mean by its share of the targets: the sum is the mean over the
     # full batch, not the mean of the parts' means.
-    def shared(part: Batch) -> Any:
+    def shared(part: Batch, cache: Cache | None) -> tuple[Any, Cache | None]:
         shares = count(part) / targets
+        options = {} if counts is None else {"shares": shares}
+        (_, (metrics, cache)), gradient = differentiate(model, part, cache, **options)
         if counts is not None:
-            (_, metrics), gradient = differentiate(model, part, shares=shares)
-            return gradient, metrics
-        (_, metrics), gradient = differentiate(model, part)
-        return jax.tree.map(lambda x: x * shares, (gradient, metrics))
+            return (gradient, metrics), cache
+        return jax.tree.map(lambda x: x * shares, (gradient, metrics)), cache
 
-    def add(total: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, shared(part)), None
+    def add(total: Any, part: tuple[Batch, Cache | None]) -> tuple[Any, Cache | None]:
+        one, cache = shared(*part)
+        return jax.tree.map(jnp.add, total, one), cache
 
-    shapes = jax.eval_shape(shared, jax.tree.map(lambda x: x[0], parts))
+    inputs = (parts, caches)
+    shapes, _ = jax.eval_shape(shared, *jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(add, zeros, parts)[0]
+    (gradient, metrics), caches = jax.lax.scan(add, zeros, inputs)
+    return gradient, metrics, caches
 
 
 def _counted(batch: Batch) -> Scalar:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from recurjax.losses.cross_entropy import at_targets, token_losses
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.ranges import PositiveInt, RangeChecks
-from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
+from recurjax.types import IGNORED, Array, Batch, Cache, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
@@ -186,7 +186,27 @@ class Chunked(RangeChecks):
         self, model: Decoder, batch: Batch
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the mean cross-entropy, as the loss and as the metric `loss`."""
-        x = self.states(model, batch)
+        return self._loss(model, batch, self.states(model, batch))
+
+    def carry(
+        self, model: Decoder, batch: Batch, cache: Cache
+    ) -> tuple[Scalar, tuple[dict[str, Scalar], Cache]]:
+        """Returns the same of rows that continue those of a cache, and the next one."""
+        stack, x, parts = _stack_of(model), model.embed(batch.ids), []
+        for start in range(0, x.shape[1], self.chunk):
+            part = x[:, start : start + self.chunk]
+            ids = batch.ids[:, start : start + self.chunk]
+            first = stack.memory_of_token(part[:, :1], cache, Tokens(ids[:, :1]))
+            memory = self._over_chunk(first, ids, stack)
+            y, cache = stack.on_cache(part, memory, cache, Tokens(ids))
+            parts.append(y)
+        x = model.final_norm(jnp.concatenate(parts, axis=1))
+        loss, metrics = self._loss(model, batch, x)
+        return loss, (metrics, cache)
+
+    def _loss(
+        self, model: Decoder, batch: Batch, x: Float[Array, "B T D"]
+    ) -> tuple[Scalar, dict[str, Scalar]]:
         loss = _mean(model, x, batch, slice(0, None, 1), chunks=self.vocabulary_chunks)
         return loss, {"loss": loss}
 
@@ -197,25 +217,36 @@ class Chunked(RangeChecks):
         x = model.embed(batch.ids)
         T = x.shape[1]
         buffer = stack.empty_buffer(x)
-        assert stack.config.memory is not None
-        reset = stack.config.memory.reset_token
-        age = None if reset is None else tokens_since(batch.ids, reset)
         parts = []
         for start in range(0, T, self.chunk):
             positions = slice(start, min(start + self.chunk, T), 1)
-            n = positions.stop - start
-            # One memory for the entire chunk: the one that enters its first token, so
-            # that the chunk's tokens need not wait for each other.
-            memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
-            memory = jnp.repeat(memory, n, axis=1)
-            if age is not None:  # zero from a reset token inside the chunk on
-                near = age[:, positions] >= np.arange(n)
-                memory = jnp.where(near[..., None], memory, 0)
-            if self.memory == "first":
-                memory = jnp.where(np.arange(n)[None, :, None] == 0, memory, 0)
+            first = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
+            memory = self._over_chunk(first, batch.ids[:, positions], stack)
             y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1))
+
+    def _over_chunk(
+        self,
+        first: Float[Array, "B 1 D"],
+        ids: Int[Array, "B n"],
+        stack: LatentRecurrentTransformerStack,
+    ) -> Float[Array, "B n D"]:
+        """Returns a chunk's memory from the one that enters its first token.
+
+        It is one for the entire chunk, so that the chunk's tokens need not wait for
+        each other.
+        """
+        n = ids.shape[1]
+        memory = jnp.repeat(first, n, axis=1)
+        assert stack.config.memory is not None
+        reset = stack.config.memory.reset_token
+        if reset is not None:  # zero from a reset token inside the chunk on
+            near = tokens_since(ids, reset) >= np.arange(n)
+            memory = jnp.where(near[..., None], memory, 0)
+        if self.memory == "first":
+            memory = jnp.where(np.arange(n)[None, :, None] == 0, memory, 0)
+        return memory
 
     def each_pass(
         self, model: Decoder, batch: Batch

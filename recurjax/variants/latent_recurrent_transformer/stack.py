@@ -141,7 +141,7 @@ class LatentRecurrentTransformerStack(
         if self.config.memory is None:
             if training:
                 return self._pass_over_all(x, tokens, keep_kv=False).x, cache
-            return self._on_cache(x, None, cache, tokens)
+            return self.on_cache(x, None, cache, tokens)
         if tokens.segments is not None:
             raise NotImplementedError(
                 "LatentRecurrentTransformerStack: the exact recurrence takes no "
@@ -381,6 +381,21 @@ class LatentRecurrentTransformerStack(
         ]
         return mixed_lags(parts, self._lag_logits())
 
+    def on_cache(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B T D"] | None,
+        cache: LatentCache,
+        tokens: Tokens,
+    ) -> tuple[Float[Array, "B T D"], LatentCache]:
+        """Runs T more tokens of every row at once, on a memory that the caller chose.
+
+        Args:
+          memory: what enters them; None: zero.
+        """
+        out = self._pass_on_cache(x, memory, cache, tokens)
+        return out.x, self._after(cache, out, tokens, out.state)
+
     def layer_states(
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> Iterator[Float[Array, "B T D"]]:
@@ -420,7 +435,7 @@ class LatentRecurrentTransformerStack(
             x, ids = column
             token = Tokens(ids[:, None])
             memory = self.memory_of_token(x[:, None], cache, token)
-            _, cache = self._on_cache(x[:, None], memory, cache, token)
+            _, cache = self.on_cache(x[:, None], memory, cache, token)
             return cache, memory[:, 0]
 
         cache = self.init_cache(x.shape[0], x.shape[1], x.dtype)
@@ -437,7 +452,7 @@ class LatentRecurrentTransformerStack(
     def _token(
         self, x: Array, cache: LatentCache, tokens: Tokens
     ) -> tuple[Array, LatentCache]:
-        return self._on_cache(x, self.memory_of_token(x, cache, tokens), cache, tokens)
+        return self.on_cache(x, self.memory_of_token(x, cache, tokens), cache, tokens)
 
     def _one_after_another(
         self, x: Array, cache: LatentCache, tokens: Tokens
@@ -456,12 +471,6 @@ class LatentRecurrentTransformerStack(
         columns = (jnp.swapaxes(x, 0, 1), tokens.ids.T, steps)
         cache, y = jax.lax.scan(advance, cache, columns)
         return jnp.swapaxes(y, 0, 1), cache
-
-    def _on_cache(
-        self, x: Array, memory: Array | None, cache: LatentCache, tokens: Tokens
-    ) -> tuple[Array, LatentCache]:
-        out = self._pass_on_cache(x, memory, cache, tokens)
-        return out.x, self._after(cache, out, tokens, out.state)
 
     def _after(
         self, cache: LatentCache, out: PassOutput, tokens: Tokens, states: Array
