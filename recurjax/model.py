@@ -178,6 +178,7 @@ class SupportsExits(Stack, Protocol):
         cache: Cache,
         weights: PyTree[Any],
         *,
+        loop: int | None = None,
         ran: Int[Array, "B P"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Runs every lane through its current loop."""

@@ -302,10 +302,10 @@ def _forced_bits(model: Decoder, texts: Array, *, strategy: DecodeStrategy) -> A
         slots, nats = carry
         # Probabilities of all tokens, whichever was drawn.
         slots, outputs = strategy.step(model, weights, slots, top=vocabulary)
-        drew = outputs.tokens != NO_TOKEN
+        drew = outputs.tokens[:, 0] != NO_TOKEN
         target = texts[every, jnp.minimum(slots.drawn, P - 1)]
-        is_given = outputs.top == target[:, None]
-        logprobs = jnp.where(is_given, outputs.top_logprobs, 0).sum(-1)
+        is_given = outputs.top[:, 0] == target[:, None]
+        logprobs = jnp.where(is_given, outputs.top_logprobs[:, 0], 0).sum(-1)
         # Another token than the drawn one is read next.
         slots = slots._replace(
             newest=jnp.where(drew, target, slots.newest),

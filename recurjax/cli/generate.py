@@ -91,6 +91,9 @@ class GenerateOptions(RangeChecks):
         "skip", or "share" for a model with loop_cache "first"; "verify" checks each
         early guess, so that greedy texts are the full model's. None: share if the model
         does, else propagate.
+      speculate: draw up to this many tokens per step of a recursive model: its first
+        loop drafts them and the full model verifies all at once, which leaves the
+        distribution of texts as it is.
       loops: run a recursive model's block this many times; None: as in training.
       seed: the same seed gives the same texts.
       stream: print a single prompt's text while it is generated.
@@ -119,6 +122,7 @@ class GenerateOptions(RangeChecks):
     json_lines: Path | None = None
     exit: str | None = None
     missing: Missing | Literal["verify"] | None = None
+    speculate: PositiveInt | None = None
     loops: PositiveInt | None = None
     seed: Seed = 0
     stream: bool = True
@@ -227,6 +231,7 @@ def run(argv: list[str]) -> int:
             slots=min(slots, max(len(texts) - len(done), 1)),
             mesh=spread,
             exits=exits,
+            speculate=options.speculate,
             on_text=show if streams else None,
             timing=timing,
         ):
@@ -272,6 +277,8 @@ def _open_lines(
     # Files of texts that run all loops, and end at EOS alone, stay what they were.
     if options.exit is not None:
         settings |= {"exit": options.exit, "missing": options.missing}
+    if options.speculate is not None:
+        settings["speculate"] = options.speculate
     if options.adapter:
         settings["adapters"] = options.adapter
     if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:

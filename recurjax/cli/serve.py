@@ -71,6 +71,8 @@ class ServeOptions(RangeChecks):
       exit: let tokens leave a recursive model early, as in `generate`.
       missing: how to fill the keys and values that early exits lack, as in `generate`;
         "verify" keeps greedy texts exact.
+      speculate: draw up to this many tokens per step of a recursive model, as in
+        `generate`.
       top_logprobs: most log-probabilities per token that a request may ask for.
       echo_logprobs: also return probabilities of prompts, for completions with echo and
         logprobs; takes the memory of one more slot.
@@ -99,6 +101,7 @@ class ServeOptions(RangeChecks):
     prefill: str = "exact"
     exit: str | None = None
     missing: Missing | Literal["verify"] | None = None
+    speculate: PositiveInt | None = None
     top_logprobs: NonNegativeInt = 5
     echo_logprobs: bool = True
     api_key_file: Path | None = None
@@ -214,6 +217,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "list[Served]":
         top_logprobs=options.top_logprobs,
         exit=None if options.exit is None else parse_rule(options.exit),
         missing=options.missing,
+        speculate=options.speculate,
     )
     head = None
     if config.exit is not None and config.exit.kind == "head":

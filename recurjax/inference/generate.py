@@ -118,6 +118,7 @@ def generate(
     prefill: str = "exact",
     mesh: Mesh | None = None,
     exits: EarlyExit | None = None,
+    speculate: int | None = None,
 ) -> Generation:
     """Continues texts, all at once.
 
@@ -134,7 +135,7 @@ def generate(
         empty prompt always starts from BOS.
       seed: text r is drawn from the stream `row_keys(seed, B)[r]`.
       on_text: called with a text's number and its next piece; they join to `texts`.
-      cache_length, chunk, prefill, mesh, exits: see `generate_tokens`.
+      cache_length, chunk, prefill, mesh, exits, speculate: see `generate_tokens`.
 
     Raises:
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
@@ -156,6 +157,7 @@ def generate(
         prefill=prefill,
         mesh=mesh,
         exits=exits,
+        speculate=speculate,
         timing=timing,
     )
     return as_generation([request for _, request in in_order(finished)], timing)
@@ -174,6 +176,7 @@ def generate_tokens(
     prefill: str = "exact",
     mesh: Mesh | None = None,
     exits: EarlyExit | None = None,
+    speculate: int | None = None,
 ) -> Generation:
     """Continues token sequences, all at once.
 
@@ -194,6 +197,8 @@ def generate_tokens(
         and gets all tokens. None: one device.
       exits: let tokens leave a recursive model early; the prompts are read through all
         loops.
+      speculate: let a recursive model's first loop draft up to this many tokens, which
+        the full model verifies; see `EngineConfig`.
 
     Raises:
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
@@ -216,6 +221,7 @@ def generate_tokens(
         prefill=prefill,
         mesh=mesh,
         exits=exits,
+        speculate=speculate,
         timing=timing,
     )
     return as_generation([request for _, request in in_order(finished)], timing)
@@ -284,6 +290,7 @@ def continue_requests(
     prefill: str = "exact",
     mesh: Mesh | None = None,
     exits: EarlyExit | None = None,
+    speculate: int | None = None,
     on_text: OnText | None = None,
     timing: Timing | None = None,
 ) -> Iterator[tuple[int, Request]]:
@@ -293,7 +300,8 @@ def continue_requests(
       requests: prompts and their settings.
       slots: requests that are continued at once, at most; None: all.
       timing: is filled in.
-      tokenizer, on_text, cache_length, chunk, prefill, mesh, exits: as of `generate`.
+      tokenizer, on_text, cache_length, chunk, prefill, mesh, exits, speculate: as of
+        `generate`.
 
     Raises:
       UserError, NotFinite: as `generate_tokens`.
@@ -329,6 +337,7 @@ def continue_requests(
             prefill=prefill,
             exit=None if exits is None else exits.rule,
             missing=None if exits is None else exits.missing,
+            speculate=speculate,
         ),
         tokenizer=tokenizer,
         exit_head=None if exits is None else exits.head,

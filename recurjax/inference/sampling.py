@@ -114,20 +114,37 @@ def sampling_rows(configs: Sequence[SamplingConfig]) -> RowSampling:
     return RowSampling(*params)
 
 
+class Draft(NamedTuple):
+    """A guess at each row's token by a cheaper model, which `sample` verifies.
+
+    Attributes:
+      ids: drawn by `sample` from `logits` with other keys and the same other arguments;
+        below 0: none.
+      logits: the cheaper model's.
+    """
+
+    ids: Int[Array, " B"]
+    logits: Float[Array, "B V"]
+
+
 def draw_ids(
     logits: Float[Array, "B V"],
     keys: Key[Array, " B"],
     drawn: Int[Array, " B"],
     seen: Bool[Array, "B V"] | None,
     sampling: RowSampling,
+    draft: Draft | None = None,
 ) -> Int[Array, " B"]:
     """Draws a token for each row, or `NOT_FINITE`.
 
     A draw depends on the row's own stream and on how many it has drawn, not on the
     batch.
+
+    Args:
+      draft: see `sample`.
     """
     keys = jax.vmap(jax.random.fold_in)(keys, drawn)
-    ids = sample(keys, logits, seen, sampling)
+    ids = sample(keys, logits, seen, sampling, draft)
     # Of NaN any token is as likely: none is drawn, and the host finds the mark.
     return jnp.where(jnp.isfinite(logits).all(-1), ids, NOT_FINITE)
 
@@ -137,6 +154,7 @@ def sample(
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
     rows: RowSampling,
+    draft: Draft | None = None,
 ) -> Int[Array, " B"]:
     """Draws id[b] ~ softmax(filter(penalize(logits[b]) / temperature[b])) with keys[b].
 
@@ -147,22 +165,58 @@ def sample(
       keys: one for each row; greedy choice uses none.
       seen: which tokens each row contains already, prompt included; None: no row has a
         repetition penalty, whatever `rows` says.
+      draft: tokens that are drawn where this distribution allows it, which remains the
+        same; None: none.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if seen is not None:
-        logits = penalize(logits, seen, rows.repetition_penalty)
+
+    def penalized(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        if seen is None:
+            return logits
+        return penalize(logits, seen, rows.repetition_penalty)
+
+    def filtered(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        temperature = jnp.where(greedy, 1, rows.temperature)[:, None]
+        # The shift keeps a tiny temperature from overflowing: the maximum stays at 0.
+        shifted = logits - reductions.largest(logits)[:, None]
+        return filter_logits(shifted / temperature.astype(logits.dtype), rows)
+
+    logits = penalized(logits)
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greedy = rows.temperature == 0
 
     def drawn() -> Int[Array, " B"]:
-        temperature = jnp.where(greedy, 1, rows.temperature)[:, None]
-        # The shift keeps a tiny temperature from overflowing: the maximum stays at 0.
-        shifted = logits - reductions.largest(logits)[:, None]
-        filtered = filter_logits(shifted / temperature.astype(logits.dtype), rows)
-        ids = jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
-        return jnp.where(greedy, likeliest, ids)
+        if draft is None:
+            ids = jax.vmap(jax.random.categorical)(keys, filtered(logits))
+        else:
+            proposed = draft._replace(logits=filtered(penalized(draft.logits)))
+            ids = _accept_or_redraw(keys, filtered(logits), proposed)
+        return jnp.where(greedy, likeliest, ids.astype(jnp.int32))
 
     return jax.lax.cond(jnp.all(greedy), lambda: likeliest, drawn)
+
+
+def _accept_or_redraw(
+    keys: Key[Array, " B"], logits: Float[Array, "B V"], draft: Draft
+) -> Int[Array, " B"]:
+    """Draws from p = softmax(logits), given drafts from q = softmax(draft.logits).
+
+    A draft is accepted with probability min(1, p / q), else the token is drawn from
+    max(p - q, 0), normalized. Source: Leviathan et al. 2023, section 2.3.
+    """
+    accepting, drawing = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    p, q = reductions.softmax(logits), reductions.softmax(draft.logits)
+    at = jnp.maximum(draft.ids, 0)[:, None]
+    p_draft, q_draft = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (p, q))
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, dtype=p.dtype))(accepting)
+    accepted = (draft.ids >= 0) & (uniform * q_draft < p_draft)
+    rest = jnp.maximum(p - q, 0)
+    # Without a draft the token is drawn from p; also where p - q is rounded to nothing.
+    has_rest = (draft.ids >= 0) & (rest > 0).any(-1)
+    rest = jnp.where(has_rest[:, None], jnp.log(rest), logits)
+    return jnp.where(
+        accepted, draft.ids, jax.vmap(jax.random.categorical)(drawing, rest)
+    )
 
 
 def penalize(

@@ -71,6 +71,14 @@ class Metrics:
                 lambda engine: engine.counts.reused_tokens,
             ),
             "new_tokens": ("made", lambda engine: engine.counts.new_tokens),
+            "verified_tokens": (
+                "drafted by loop 1 and verified by the full model",
+                lambda engine: engine.counts.verified_tokens,
+            ),
+            "accepted_tokens": (
+                "of those, accepted",
+                lambda engine: engine.counts.accepted_tokens,
+            ),
         }
         for kind, rows in ((GaugeMetricFamily, now), (CounterMetricFamily, sums)):
             for name, (what, value) in rows.items():

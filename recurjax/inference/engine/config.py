@@ -33,7 +33,8 @@ class EngineConfig:
       length: tokens that a slot holds, prompt and answer together.
       prefill_tokens: prompt tokens read at most between two calls of the decode
         program, so that a long prompt does not delay other requests' next tokens.
-      steps: tokens a slot in one call of the decode program.
+      steps: steps in one call of the decode program: a token a slot in each, or up to
+        `speculate`.
       states_gib: memory for the states of texts that were read already; 0: none.
       prefill: "exact", or a way of the variant's own such as "sweeps:4", in each piece
         of `prefill_tokens` for itself.
@@ -45,6 +46,9 @@ class EngineConfig:
         "verify": tokens run all loops while their successor starts from the exit's
         guess, so that greedy texts equal the full model's. None: share where the model
         does, else propagate.
+      speculate: tokens that a step of a recursive model draws at most: its first loop
+        drafts them one after another, and a pass of the other loops verifies all. Texts
+        are distributed as without it. None: a step draws one token.
     """
 
     slots: PositiveInt | Literal["auto"] = 8
@@ -56,6 +60,7 @@ class EngineConfig:
     top_logprobs: NonNegativeInt = 0
     exit: ExitRule | None = None
     missing: Missing | Literal["verify"] | None = None
+    speculate: PositiveInt | None = None
 
     def __post_init__(self):
         check_ranges(self)
@@ -72,6 +77,18 @@ class EngineConfig:
                 f"missing {self.missing} applies to early exits only: set exit "
                 "too, or leave missing out"
             )
+        if self.speculate is not None and self.exit is not None:
+            raise UserError(
+                f"speculate {self.speculate} runs all loops for every token, and with "
+                "exit tokens leave early: leave one of them out"
+            )
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether the states of finished texts are kept."""
+        # Only without these two a slot's state is one that reading the text makes.
+        sequence_wise = self.exit is None and self.speculate is None
+        return self.states_gib > 0 and sequence_wise
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -183,6 +200,8 @@ class Counts:
       ended: requests by what ended them.
       exits: tokens by the loops that made them, where they leave early; the first of a
         request is not among them, for it is drawn from its prompt.
+      verified_tokens, accepted_tokens: drafts that the full model verified, with
+        `speculate`, and those among them that it accepted.
     """
 
     submitted: int = 0
@@ -193,3 +212,5 @@ class Counts:
     steps: int = 0
     ended: dict[str, int]
     exits: dict[int, int]
+    verified_tokens: int = 0
+    accepted_tokens: int = 0

@@ -39,6 +39,11 @@ class OverDepth:
         """All that the stack has."""
         return exits_of(model).exits
 
+    @property
+    def most_tokens(self) -> int:
+        """The successor of the token that leaves."""
+        return 1
+
 
 class Depth(NamedTuple):
     """The loop and position of each slot's token.
@@ -245,7 +250,8 @@ class Verified(OverDepth):
         loops = jnp.where(final, pipeline.left[:, -1], R)
         slots, outputs = draw(slots, logits[:, -1], final, loops, top=top)
         wrong = final & (slots.newest != pipeline.guess[:, -1])
-        outputs = outputs._replace(loops=jnp.where(wrong, R, outputs.loops))
+        loops = jnp.where(wrong[:, None], R, outputs.loops)
+        outputs = outputs._replace(loops=loops)
         # All other lanes hold successors of that token.
         live = live & ~wrong[:, None] & slots.active[:, None]
 

@@ -490,6 +490,10 @@ class Engine:
                 if request.loops:
                     self.counts.exits[loops] += 1
                 request.loops.append(loops)
+            if self.config.speculate is not None:
+                loops = int(np.asarray(outputs.loops)[at, n])
+                self.counts.verified_tokens += loops > 0
+                self.counts.accepted_tokens += loops == 1
             if request.settings.logprobs:
                 self._tell(request, outputs, at, n)
             self._end_after(request, row, token)
@@ -519,8 +523,7 @@ class Engine:
             reason = "length"
         if reason is None:
             return
-        keeps = self.config.states_gib and self.config.exit is None
-        if reason != "stop" and keeps:
+        if reason != "stop" and self.config.keeps_texts:
             # The slot has read all but the newest token and has not changed since.
             tokens = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
             assert self._state is not None

@@ -119,7 +119,7 @@ class Programs:
         self.decode(slots, np.zeros(self._slots, bool), until_free=False)
         if self._config.states_gib:
             self.copy(row)
-            if self._config.exit is None:
+            if self._config.keeps_texts:
                 self.take(slots, 0)
         self._dry = False
 

@@ -4,7 +4,7 @@ A slot is a row of the batch that decodes. It is free or it holds a request: `ad
 puts a prompt that was read into it and draws the first token; `decode` draws further
 ones until a stop token or the limit makes it inactive. An inactive row reads and writes
 nothing, so its cache stays as it was when its request ended. A decode strategy says
-what a step runs: `SequenceWise`, `DepthWise` or `Verified`.
+what a step runs: `SequenceWise`, `DepthWise`, `Verified` or `Speculative`.
 """
 
 from collections.abc import Collection
@@ -23,6 +23,7 @@ from recurjax.inference.engine.config import MOST_STOPS, RequestSettings
 from recurjax.inference.sampling import (
     NOT_FINITE,
     PLAIN,
+    Draft,
     RowSampling,
     draw_ids,
     sampling_rows,
@@ -115,7 +116,8 @@ class Outputs(NamedTuple):
 
     Attributes:
       tokens: `NO_TOKEN` where a slot drew none.
-      loops: loops that made these tokens, where they may leave early; else 0.
+      loops: loops that made these tokens, where they may leave early or where the full
+        model verified a draft; else 0.
       logprobs: log-probabilities of these tokens, if requested.
       top, top_logprobs: the likeliest tokens in their place, where wanted.
     """
@@ -143,6 +145,11 @@ class DecodeStrategy(Protocol):
         """Returns how many loops make a token that does not leave early, or 0."""
         ...
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a step draws for a slot."""
+        ...
+
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Any]:
         """Creates the cache of free slots, and their `depth`."""
         ...
@@ -168,7 +175,7 @@ class DecodeStrategy(Protocol):
     def step(
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
     ) -> tuple[Slots, Outputs]:
-        """Runs the model once; `Outputs` without the axis of steps."""
+        """Runs the model once; `Outputs` with N = `most_tokens`."""
         ...
 
 
@@ -186,6 +193,11 @@ class SequenceWise:
     def loops(self, model: Decoder) -> int:
         """Tokens do not leave early."""
         return 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The newest token's successor."""
+        return 1
 
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Any]:
         """The model's own cache; every token has gone through the stack."""
@@ -329,7 +341,7 @@ def read_slots(
     )
     none = jnp.zeros(B, jnp.int32)
     slots, outputs = draw(slots, model.logits(last), reads, none, top=top)
-    return slots, _as_steps(outputs), report
+    return slots, outputs, report
 
 
 def admit(
@@ -369,7 +381,7 @@ def admit(
 
     # Everything else counts rows on its first axis.
     rest = jax.tree.map(put, slots._replace(cache=None, depth=None), admitted)
-    return rest._replace(cache=cache, depth=depth), _as_steps(outputs)
+    return rest._replace(cache=cache, depth=depth), outputs
 
 
 def decode_slots(
@@ -383,7 +395,7 @@ def decode_slots(
     steps: int,
     top: int,
 ) -> tuple[Slots, Outputs, Int[Array, ""]]:
-    """Draws up to `steps` tokens of each active slot.
+    """Runs up to `steps` steps of all active slots.
 
     Args:
       weights: `strategy.weights(model)`.
@@ -397,7 +409,8 @@ def decode_slots(
     # Stop strings and cancellations are known to the host only.
     slots = slots._replace(active=slots.active & ~ended)
     before = slots.active
-    outputs = _no_outputs(slots.newest.shape[0], steps, _logits_dtype(model), top=top)
+    rows, width = slots.newest.shape[0], strategy.most_tokens
+    outputs = _no_outputs(rows, steps * width, _logits_dtype(model), top=top)
 
     def goes_on(carry) -> Bool[Array, ""]:
         # Stop early if no slot is active, or if one is free for a waiting request.
@@ -408,8 +421,11 @@ def decode_slots(
     def step(carry):
         n, slots, outputs = carry
         slots, new = strategy.step(model, weights, slots, top=top)
-        outputs = jax.tree.map(lambda all_, step: all_.at[:, n].set(step), outputs, new)
-        return n + 1, slots, outputs
+
+        def put(columns: Array, step: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(columns, step, n * width, 1)
+
+        return n + 1, slots, jax.tree.map(put, outputs, new)
 
     start = (jnp.zeros((), jnp.int32), slots, outputs)
     n, slots, outputs = jax.lax.while_loop(goes_on, step, start)
@@ -423,17 +439,18 @@ def draw(
     loops: Int[Array, " B"],
     *,
     top: int,
+    draft: Draft | None = None,
 ) -> tuple[Slots, Outputs]:
-    """Draws a token for each slot in `who`; `Outputs` without the axis of steps.
+    """Draws a token for each slot in `who`; `Outputs` with N = 1.
 
     Args:
       who: slots whose token has come to its end; they are active.
       loops: loops that it has run.
+      draft: see `sample`.
     """
     params = slots.params
-    ids = draw_ids(
-        logits, _keys(params), slots.drawn, slots.seen, _sampling_of(params, who)
-    )
+    sampling = _sampling_of(params, who)
+    ids = draw_ids(logits, _keys(params), slots.drawn, slots.seen, sampling, draft)
     outputs = _with_logprobs(logits, ids, who & params.logprobs, top=top)
     rows = jnp.arange(ids.shape[0])
     # A token past the vocabulary is dropped: nothing was drawn.
@@ -448,9 +465,10 @@ def draw(
         active=slots.active & ~ends,
         drawn=drawn,
     )
-    return slots, outputs._replace(
+    outputs = outputs._replace(
         tokens=jnp.where(who, ids, NO_TOKEN), loops=jnp.where(who, loops, 0)
     )
+    return slots, jax.tree.map(lambda leaf: leaf[:, None], outputs)
 
 
 def _keys(params: SamplingParams) -> Key[Array, " B"]:
@@ -512,7 +530,3 @@ def _logits_dtype(model: Decoder) -> Any:
 def _none(wide: Array) -> tuple[Array, Array]:
     empty = jnp.zeros((wide.shape[0], 0), wide.dtype)
     return empty, empty.astype(jnp.int32)
-
-
-def _as_steps(outputs: Outputs) -> Outputs:
-    return jax.tree.map(lambda leaf: leaf[:, None], outputs)

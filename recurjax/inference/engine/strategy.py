@@ -8,6 +8,7 @@ from recurjax.exits import ExitHead, exits_of
 from recurjax.inference.engine.config import EngineConfig
 from recurjax.inference.engine.depth_wise import DepthWise, Verified
 from recurjax.inference.engine.slots import DecodeStrategy, SequenceWise
+from recurjax.inference.engine.speculative import Speculative, refuse_speculation
 from recurjax.model import Decoder
 
 
@@ -22,6 +23,11 @@ def choose_strategy(
     Raises:
       UserError: the model has no loops to leave, or others than the rule needs.
     """
+    if config.speculate is not None:
+        reason = refuse_speculation(model, config.speculate)
+        if reason is not None:
+            raise UserError(reason)
+        return Speculative(most_tokens=config.speculate)
     if config.exit is None:
         return SequenceWise()
     # Keys and values that a token lacks are made up for as the model was trained.
@@ -55,6 +61,8 @@ def refuse_engine(
         reason = model.stack.refuses(mesh, config.length)
         if config.exit is not None:
             reason = "early exits run on one device: leave the mesh out"
+        if config.speculate is not None:
+            reason = "speculate runs on one device: leave the mesh out"
     if reason is None:
         what = f"a slot of {config.length} tokens"
         reason = model.config.refuses_length(config.length, what)

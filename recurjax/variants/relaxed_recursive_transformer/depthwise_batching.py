@@ -120,14 +120,17 @@ class DepthwiseBatching:
         cache: TickCache,
         weights: tuple[LoopWeights, ...],
         *,
+        loop: int | None = None,
         ran: Int[Array, "B P"] | None = None,
     ) -> tuple[Float[Array, "B T D"], TickCache]:
         """Runs every lane through its loop.
 
         Args:
           x: from `enter_ticks` at loop 0, else from the lane's loop before.
-          lanes: one for each row; or as many as there are loops, lane l at loop l.
+          lanes: one for each row; or as many as there are loops, lane l at loop l; or,
+            with `loop`, any number of them.
           weights: `tick_weights()`.
+          loop: the loop of all lanes; None: they may be at different ones.
           ran: how many loops the token at each position has run: where it was fewer
             than a lane's, it wrote nothing and is not seen. For one lane a row. None:
             all tokens are seen.
@@ -147,7 +150,7 @@ class DepthwiseBatching:
                     # Written first: a token sees itself.
                     keys[place] = _write(keys[place], entry, lanes, new.keys)
                     values[place] = _write(values[place], entry, lanes, new.values)
-                    k, v = (_seen(x[place], entry, lanes) for x in (keys, values))
+                    k, v = (_seen(x[place], entry, lanes, loop) for x in (keys, values))
                     return _read(q, k, v, lanes, ran, **options)
 
                 additions = _additions(adapters, lanes.loop, self.config.loops)
@@ -270,10 +273,16 @@ def _write(
 
 
 def _seen(
-    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: LoopPositions
+    stacked: Float[Array, "L B N S K E"],
+    entry: Array,
+    lanes: LoopPositions,
+    loop: int | None,
 ) -> Float[Array, "B M S K E"]:
-    """Returns a layer's parts that lanes read: a single lane's loop, or all N."""
+    """Returns a layer's parts that lanes read: the one loop of all lanes, or all N."""
     L, B, N, S, *heads = stacked.shape
+    if loop is not None and N > 1:
+        at = [jnp.asarray(n, jnp.int32) for n in (entry, 0, loop, 0, 0, 0)]
+        return jax.lax.dynamic_slice(stacked, at, (1, B, 1, S, *heads))[0]
     # All parts are read under a mask: N times the attention, but no slice per row.
     if lanes.loop.shape[1] > 1 or N == 1 or target.slices_rows_slowly():
         # The parts are joined before the layer is taken: joined after it, XLA for TPU
