@@ -227,11 +227,13 @@ class _Tape:
         ahead = consts + carries
         state, scanned = operands[consts:ahead], operands[ahead:]
         weights = tuple(isinstance(x, _Known) and x.weight for x in scanned)
-        turn = _turn(eqn, weights)
         collected = eqn.outvars[carries:]
         if collected:
             zeros = _zeros(tuple(map(_shape, collected)))
             state += self._call(zeros, [], len(collected))
+        if not params["length"]:
+            return state
+        turn = _turn(eqn, weights)
         order = range(params["length"])
         order = order[::-1] if params["reverse"] else order
         constants = operands[:consts]

@@ -41,7 +41,8 @@ def steps(weights, x, stays, limit):
             return inner[0][0], inner[1].sum()
 
         x, sums = jax.checkpoint(partial(jax.lax.scan, token))(x, offsets)
-        return n + 1, x, kept, outs + new + sums.sum()
+        x, none = jax.lax.scan(token, x, offsets[:0])  # no turn at all
+        return n + 1, x, kept, outs + new + sums.sum() + none.sum()
 
     outs = jnp.zeros((L, 2))
     start = (jnp.int32(0), x, stays, outs)
