@@ -22,7 +22,9 @@ def engine(first: int):
         read_tokens=first + 5,
         reused_tokens=first + 6,
         new_tokens=first + 7,
-        exits=Counter({1: first + 8, 2: first + 9}),
+        verified_tokens=first + 8,
+        accepted_tokens=first + 9,
+        exits=Counter({1: first + 10, 2: first + 11}),
     )
     return SimpleNamespace(
         slots=first,
@@ -50,6 +52,7 @@ def test_each_figure_of_each_engine_is_told_by_its_name():
     names = [
         *("slots", "active_slots", "waiting", "kept_states", "kept_bytes"),
         *("read_tokens_total", "reused_tokens_total", "new_tokens_total"),
+        *("verified_tokens_total", "accepted_tokens_total"),
     ]
     want = {
         f'recurjax_{name}{{model="{model}"}}': first + place
@@ -57,7 +60,7 @@ def test_each_figure_of_each_engine_is_told_by_its_name():
         for place, name in enumerate(names)
     }
     want |= {
-        f'recurjax_exits_total{{loops="{loops}",model="{model}"}}': first + 7 + loops
+        f'recurjax_exits_total{{loops="{loops}",model="{model}"}}': first + 9 + loops
         for model, first in (("a", 10), ("b", 30))
         for loops in (1, 2)
     }
