@@ -11,6 +11,7 @@ finds no models of other packages by itself. Pairs go to `Scorer`, prompts to
 
 import difflib
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -372,6 +373,9 @@ def evaluate_harness(
                 _needle_task(task, model.evaluator, haystack, limit)
                 for task in needles.get(name, ())
             ] or [name]
+        # It estimates some errors in processes that it forks; JAX's threads do not
+        # survive a fork.
+        os.environ["DISABLE_MULTIPROC"] = "1"
         try:
             results = lm_eval.simple_evaluate(
                 model=model,

