@@ -33,6 +33,7 @@ open: the gradient is clipped at 1, weights decay by 0.1, the cosine ends at 0.
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from recurjax.data.config import DataConfig, Prepared, TokenizerFile
 from recurjax.experiment import Experiment
@@ -346,26 +347,30 @@ def _initialized() -> dict[str, Run]:
 
 
 def _relaxed() -> dict[str, Run]:
-    """Gemma's LoRA by init, start and rank: Figures 6 and 7a."""
+    """LoRA by base, init, start and rank: Figures 6 and 7a, and Table G.2."""
     runs = {}
     expected = {
         "stepwise": "rank 512 no better than none, the middle ranks worse",
         "average": "better with rank; the best of the inits at 512",
         "lower": "better with rank",
     }
-    for init, says in expected.items():
-        for adapters in ("svd", "zero"):
-            for rank in RANKS:
-                figures = ["Figure 7a"] if adapters == "svd" else []
-                figures += ["Figure 6"] if rank == 512 else []
-                stem = f"gemma_b2_{init}_rank{rank}_{adapters}"
-                runs[f"{stem}_15b"] = _run(
-                    "gemma",
-                    recursive("gemma", loops=2, rank=rank),
-                    f"{stem}_start",
-                    f"{' and '.join(figures) or 'no table'}, {init}, {adapters}",
-                    says if adapters == "svd" else "below svd by up to 6.5 points",
-                )
+    for base, (init, says), adapters, rank in product(
+        BASES, expected.items(), ("svd", "zero"), RANKS
+    ):
+        figures = ["Table G.2"]
+        if base == "gemma":
+            figures = ["Figure 7a"] if adapters == "svd" else []
+            figures += ["Figure 6"] if rank == 512 else []
+        if adapters == "zero":
+            says = "below svd; of Gemma by up to 6.5 points"
+        stem = f"{base}_b2_{init}_rank{rank}_{adapters}"
+        runs[f"{stem}_15b"] = _run(
+            base,
+            recursive(base, loops=2, rank=rank),
+            f"{stem}_start",
+            f"{' and '.join(figures) or 'no table'}, {init}, {adapters}",
+            says,
+        )
     return runs
 
 
