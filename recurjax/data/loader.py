@@ -288,7 +288,8 @@ class CarriedBatches:
 
     A row begins at every `pieces`-th step. Row r does so r steps before row 0, so that
     each step has pieces from everywhere in the long rows, and its loss is like the
-    others'. The first rows therefore begin in their middle. See `begins`.
+    others': at step s, row r begins a long row where (s + r) mod pieces = 0. The first
+    rows therefore begin in their middle.
     """
 
     def __init__(self, batches: Batches, pieces: int, *, first: int = 0):
@@ -339,16 +340,6 @@ class CarriedBatches:
     def close(self) -> None:
         """Ends the threads that read ahead."""
         self._batches.close()
-
-
-def begins(step: Any, row: Any, pieces: int) -> Any:
-    """Returns whether a row of a step of `CarriedBatches` begins a long row.
-
-    Args:
-      step: counted from 0; a number or an array.
-      row: number in the global batch; a number or an array.
-    """
-    return (step + row) % pieces == 0
 
 
 class _Chain:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Int
 
-from recurjax.data.loader import begins
 from recurjax.errors import UserError
 from recurjax.model import Decoder
 from recurjax.parameters import parameter_name
@@ -143,7 +142,7 @@ def _without_ended_rows(
     state: TrainState, rows: int, accumulation: int, carry: int
 ) -> Cache:
     """Empties the cache of the rows that begin another text at this step."""
-    new = begins(state.step, jnp.arange(rows), carry)
+    new = (state.step + jnp.arange(rows)) % carry == 0  # as in `CarriedBatches`
     # Part a of the accumulation has the rows a, a + A, ...: see `_gradient`.
     parts = new.reshape(-1, accumulation).T
     return jax.vmap(state.model.stack.reset)(state.cache, parts)
