@@ -11,11 +11,11 @@ parameters takes about half a minute.
 `--plan` first plans what is not planned yet: it compiles each run's training step for
 h100:8, rows spread over the eight (where that does not fit, weights too, then in parts
 of the step's rows, one after another), and multiplies the least time that a step can
-take by its steps and devices. Runs of one
-step are planned once: those that differ in their number of steps, schedule or start
-alone. `recurjax plan` says more of any one run, and a real one takes longer. Runs that
-read a prepared corpus are planned, a minute or two each on one core. Needs the
-compilers (`recurjax compilers`). A stopped command continues after the last plan.
+take by its steps and devices. Runs of one step are planned once: those that differ in
+their number of steps, schedule or start alone. `recurjax plan` says more of any one
+run, and a real one takes longer. Runs that read a prepared corpus are planned, a minute
+or two each on one core. Needs the compilers (`recurjax compilers`). A stopped command
+continues after the last plan.
 """
 
 import re
