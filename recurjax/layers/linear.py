@@ -8,37 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from pallas_kernels import target, uncopied_weights
 from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
 
 Tree = TypeVar("Tree")
-
-
-class LowRank(NamedTuple):
-    """An addition of rank R to a linear map: x W becomes x W + (x A) B.
-
-    A block that serves several depths of a stack tells them apart by these. The two
-    thin products are never joined to W: that would make a matrix per depth again. Where
-    tokens stand at different depths, those of all depths are joined side by side and
-    each token says which columns are active, which copies no matrix.
-
-    Attributes:
-      reduce: A.
-      expand: B; its M outputs are flat, whatever axes W's own outputs have.
-      active: columns of x A that count, the others are zero; None: all.
-      scale: multiplies x A.
-      rows: if several additions are stacked in front of the axes of A and of B, the
-        index of the one that each row of x uses; None: there is one for all rows.
-    """
-
-    reduce: Float[Array, "*several N R"]
-    expand: Float[Array, "*several R M"]
-    active: Bool[Array, "B T R"] | None = None
-    scale: float = 1.0
-    rows: Int[Array, " B"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -48,14 +24,20 @@ class AdaptedWeight:
 
     It takes the place of W's array in a Param, so that no module knows of it: `linear`
     and the projections on it read its parts, which are parameters of their own under
-    the weight's name. Stacked layers lead the axes of every part. Source: Hu et al.
-    2021, section 4.1.
+    the weight's name. Stacked layers lead the axes of every part. The two thin products
+    are never joined to W. Source: Hu et al. 2021, section 4.1.
+
+    A block that serves several depths of a stack tells them apart by these too. Where
+    tokens stand at different depths, those of all depths are joined side by side and
+    each token says which columns are active, which copies no matrix.
 
     Attributes:
-      base: W, whose axes A and B flatten to inputs N and outputs M.
+      base: W, whose axes A and B flatten to inputs N and outputs M; it may be adapted
+        itself.
       lora_a: A, [N, R].
       lora_b: B, [R, M].
       rows: the number of each row's adapter, where there are several; see `for_rows`.
+      active: the columns of x A that count for each token, [B, T, R]; None: all.
       scale: s.
       several: how many adapters A and B stack in front of their axes; 0: they are one.
     """
@@ -65,6 +47,7 @@ class AdaptedWeight:
     lora_a: Any
     lora_b: Any
     rows: Any = None
+    active: Any = None
     scale: float = field(default=1.0, metadata={"static": True})
     several: int = field(default=0, metadata={"static": True})
 
@@ -85,10 +68,6 @@ class AdaptedWeight:
     def reshape(self, *shape: int) -> "AdaptedWeight":
         """Flattens the axes of W; those of A and B are flat."""
         return replace(self, base=self.base.reshape(*shape))
-
-    def addition(self) -> LowRank:
-        """Returns what it adds to x W."""
-        return LowRank(self.lora_a, self.lora_b, scale=self.scale, rows=self.rows)
 
 
 @jax.tree_util.register_dataclass
@@ -294,49 +273,45 @@ def linear(
     x: Float[Array, "... N"],
     weight: Weight,
     bias: Array | nnx.Param | None = None,
-    addition: LowRank | None = None,
 ) -> Float[Array, "... M"]:
     """Computes x @ weight + bias in x's dtype, with weight [N, M] cast to it.
 
     The bias [M] is added before its own dtype is left, so that its gradient, a sum over
     all positions, is not accumulated in bfloat16.
-
-    Args:
-      addition: added to the product before the bias, if given.
     """
-    matrix, additions = base_and_additions(weight, addition)
+    matrix, adapters = base_and_adapters(weight)
     x_added = x
-    if additions:
+    if adapters:
         x, x_added = apart(x, 2)
-    return with_additions(_product(x, matrix), x_added, bias, additions)
+    return with_additions(_product(x, matrix), x_added, bias, adapters)
 
 
-def base_and_additions(
-    weight: Weight, addition: LowRank | None
-) -> tuple[Array | QuantizedWeight, tuple[LowRank, ...]]:
-    """Returns W and what is added to x W: the caller's addition, an adapter's."""
-    value = weight[...]
-    additions = () if addition is None else (addition,)
-    if isinstance(value, AdaptedWeight):
-        return value.base, (*additions, value.addition())
-    return value, additions
+def base_and_adapters(
+    weight: Weight,
+) -> tuple[Array | QuantizedWeight, list[AdaptedWeight]]:
+    """Returns W, and the adapters on it, the outermost first."""
+    value, adapters = weight[...], []
+    while isinstance(value, AdaptedWeight):
+        adapters.append(value)
+        value = value.base
+    return value, adapters
 
 
 def with_additions(
     y: Float[Array, "... M"],
     x: Float[Array, "... N"],
     bias: Array | nnx.Param | None,
-    additions: Sequence[LowRank],
+    adapters: Sequence[AdaptedWeight],
 ) -> Float[Array, "... M"]:
     """Adds to y = x W what `linear` adds to it."""
-    for addition in additions:
+    for adapter in adapters:
         # (x A) B in this order: two thin products of rank R.
-        reduced = _product_by_row(x, addition.reduce, addition.rows)
-        if addition.active is not None:
-            reduced = jnp.where(addition.active, reduced, 0)
-        if addition.scale != 1.0:
-            reduced = reduced * addition.scale
-        y = y + _product_by_row(reduced, addition.expand, addition.rows)
+        reduced = _product_by_row(x, adapter.lora_a, adapter.rows)
+        if adapter.active is not None:
+            reduced = jnp.where(adapter.active, reduced, 0)
+        if adapter.scale != 1.0:
+            reduced = reduced * adapter.scale
+        y = y + _product_by_row(reduced, adapter.lora_b, adapter.rows)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pallas_kernels.activations import ACTIVATIONS, Activation
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import LowRank, apart, linear
+from recurjax.layers.linear import apart, linear
 from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.types import Array
 
@@ -38,6 +38,12 @@ class MlpConfig(RangeChecks):
         """Whether a third matrix gates the activations."""
         return self.kind in ("swiglu", "geglu", "geglu_tanh")
 
+    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        inner = (width, self.width)
+        gate = {"gate": inner} if self.gated else {}
+        return {"up": inner} | gate | {"down": (self.width, width)}
+
     @property
     def activation(self) -> Activation:
         """The nonlinearity; when gated, of the gate."""
@@ -50,14 +56,6 @@ class MlpConfig(RangeChecks):
                 return "gelu_tanh"
             case plain:
                 return plain
-
-
-class MlpAdditions(NamedTuple):
-    """The low-rank terms that one depth adds to the linear maps of a shared layer."""
-
-    up: LowRank | None = None
-    gate: LowRank | None = None
-    down: LowRank | None = None
 
 
 class Mlp(nnx.Module):
@@ -91,16 +89,13 @@ class Mlp(nnx.Module):
         self.b_gate = nnx.Param(zeros(config.width)) if gate_bias else None
         self.b_down = nnx.Param(zeros(width)) if config.bias else None
 
-    def __call__(
-        self, x: Float[Array, "B T D"], additions: MlpAdditions | None = None
-    ) -> Float[Array, "B T D"]:
-        added = MlpAdditions() if additions is None else additions
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activation = ACTIVATIONS[self.config.activation]
         x_up, x_gate = apart(x, 2)
-        up = linear(x_up, self.w_up, self.b_up, added.up)
+        up = linear(x_up, self.w_up, self.b_up)
         if self.w_gate is None:
             hidden = activation(up)
         else:
-            gate = linear(x_gate, self.w_gate, self.b_gate, added.gate)
+            gate = linear(x_gate, self.w_gate, self.b_gate)
             hidden = activation(gate) * up
-        return linear(hidden, self.w_down, self.b_down, added.down)
+        return linear(hidden, self.w_down, self.b_down)

@@ -65,7 +65,14 @@ class Norm(nnx.Module):
         normalise = rms_norm if self.config.kind == "rms" else layer_norm
         y = normalise(x, eps=self.config.eps)
         if self.scale is not None:
-            y = y * (1 + self.scale[...] if self.config.one_plus else self.scale[...])
+            scale = _for_axes_of(y, self.scale[...])
+            y = y * (1 + scale if self.config.one_plus else scale)
         if self.bias is not None:
-            y = y + self.bias[...]
+            y = y + _for_axes_of(y, self.bias[...])
         return y.astype(x.dtype)
+
+
+def _for_axes_of(x: Array, vector: Array) -> Array:
+    """Returns a vector [D], or one of each token's own, for x by token or by head."""
+    tokens, between = vector.shape[:-1], x.ndim - vector.ndim
+    return vector.reshape(*tokens, *(1,) * between, -1) if tokens else vector

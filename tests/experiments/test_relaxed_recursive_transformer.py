@@ -13,7 +13,6 @@ from recurjax.training.objective import Distilled, Exits
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.relaxed_recursive_transformer.config import linear_maps
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "relaxed_recursive_transformer"
 TABLE = FOLDER / "runs.py"
@@ -31,7 +30,7 @@ BLOCKS = {"gemma": 0.99, "tinyllama": 0.48, "pythia": 0.40}
 
 def adapters(stack: RelaxedRecursiveTransformerConfig) -> int:
     """L R (N + M) for each linear map, the rank capped."""
-    maps = linear_maps(stack.transformer).values()
+    maps = stack.transformer.block_maps(0).values()
     return stack.layers * sum(min(stack.rank, n, m) * (n + m) for n, m in maps)
 
 
@@ -42,7 +41,7 @@ def test_additions_have_the_papers_sizes(base):
         stack = run.model.stack
         assert (stack.loops, stack.rank, stack.tie_norms) == (2, rank, True)
         assert round(adapters(stack) / 1e6, 1) == millions
-        block = sum(n * m for n, m in linear_maps(stack.transformer).values())
+        block = sum(n * m for n, m in stack.transformer.block_maps(0).values())
         assert round(block * stack.block_layers / 1e9, 2) == BLOCKS[base]
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from pallas_kernels.target import Target, as_if
 from recurjax.layers.attention import merge
-from recurjax.layers.linear import LowRank, apart, apart_by_layer, linear
+from recurjax.layers.linear import AdaptedWeight, apart, apart_by_layer, linear
 from recurjax.model import Decoder
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
@@ -43,10 +43,11 @@ def on_gpu_and_here(function, *arguments):
 @pytest.mark.parametrize("added", [False, True])
 def test_heads_are_merged_to_the_same_sum_and_gradients(rows, tokens, added):
     y, weight, bias = drawn(rows, tokens, 4, 8), drawn(4, 8, 16), drawn(16)
-    low_rank = LowRank(drawn(32, 2), drawn(2, 16)) if added else None
+    if added:
+        weight = AdaptedWeight(base=weight, lora_a=drawn(32, 2), lora_b=drawn(2, 16))
 
     def value_and_gradients(y, weight, bias):
-        out, pull = jax.vjp(lambda y, w, b: merge(y, w, b, low_rank), y, weight, bias)
+        out, pull = jax.vjp(merge, y, weight, bias)
         return out, pull(jnp.cos(out))
 
     there, here = on_gpu_and_here(value_and_gradients, y, weight, bias)

@@ -20,7 +20,6 @@ from recurjax.layers.attention.key_value_cache import (
     write_layer,
 )
 from recurjax.layers.attention.self_attention import (
-    AttentionAdditions,
     AttentionConfig,
     KeysValues,
     SelfAttention,
@@ -28,7 +27,6 @@ from recurjax.layers.attention.self_attention import (
 from recurjax.layers.attention.softmax import attend, visible_by_position
 
 __all__ = [
-    "AttentionAdditions",
     "AttentionConfig",
     "AttentionImplementation",
     "KeyValueCache",

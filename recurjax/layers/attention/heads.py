@@ -13,10 +13,9 @@ from jaxtyping import Float
 
 from pallas_kernels.uncopied_weights import merge_by_head
 from recurjax.layers.linear import (
-    LowRank,
     QuantizedWeight,
     Weight,
-    base_and_additions,
+    base_and_adapters,
     decodes_on_gpu,
     linear,
     with_additions,
@@ -28,10 +27,9 @@ def project(
     x: Float[Array, "... D"],
     weight: Weight,
     bias: Array | nnx.Param | None = None,
-    addition: LowRank | None = None,
 ) -> Float[Array, "... H E"]:
     """Computes x W + b by head, with W [D, H, E] and b [H, E]."""
-    y = project_flat(x, weight, bias, addition)
+    y = project_flat(x, weight, bias)
     return y.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
@@ -39,20 +37,18 @@ def project_flat(
     x: Float[Array, "... D"],
     weight: Weight,
     bias: Array | nnx.Param | None = None,
-    addition: LowRank | None = None,
 ) -> Float[Array, "... HE"]:
     """Computes the same with all heads side by side: head h owns h E to (h + 1) E."""
     flat = weight[...].reshape(weight.shape[0], -1)
     # A bias of each token's own has tokens in front of the heads.
     flat_bias = None if bias is None else bias[...].reshape(*bias.shape[:-2], -1)
-    return linear(x, flat, flat_bias, addition)
+    return linear(x, flat, flat_bias)
 
 
 def merge(
     y: Float[Array, "B T *heads"],
     weight: Weight,
     bias: Array | nnx.Param | None = None,
-    addition: LowRank | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes y W + b with W [H, E, D]: what the heads found, back to the width.
 
@@ -61,11 +57,11 @@ def merge(
     """
     H, E, D = weight.shape
     flat = y.reshape(*y.shape[:2], -1)
-    base, additions = base_and_additions(weight, addition)
+    base, adapters = base_and_adapters(weight)
     if not decodes_on_gpu(y) or isinstance(base, QuantizedWeight):
-        return linear(flat, weight[...].reshape(-1, D), bias, addition)
+        return linear(flat, weight[...].reshape(-1, D), bias)
     merged = merge_by_head(y.reshape(-1, H, E), base.astype(y.dtype))
-    return with_additions(merged[:, None].astype(y.dtype), flat, bias, additions)
+    return with_additions(merged[:, None].astype(y.dtype), flat, bias, adapters)
 
 
 def keys_for_queries(

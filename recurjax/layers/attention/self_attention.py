@@ -21,7 +21,7 @@ from recurjax.layers.attention.key_value_cache import (
 )
 from recurjax.layers.attention.softmax import attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import LowRank, apart
+from recurjax.layers.linear import apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -83,14 +83,11 @@ class AttentionConfig:
         if isinstance(self.position, Rope):
             rotary_width(self.head_width, self.position)
 
-
-class AttentionAdditions(NamedTuple):
-    """The low-rank terms that one depth adds to the linear maps of a shared layer."""
-
-    q: LowRank | None = None
-    k: LowRank | None = None
-    v: LowRank | None = None
-    out: LowRank | None = None
+    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
+        maps = {"q": (width, queries), "k": (width, keys), "v": (width, keys)}
+        return maps | {"out": (queries, width)}
 
 
 class KeysValues(NamedTuple):
@@ -142,9 +139,8 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "B T D"],
         cache: KeyValueCache,
         tokens: Tokens,
-        additions: AttentionAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        y, cache, _ = self.keep(x, cache, tokens, additions)
+        y, cache, _ = self.keep(x, cache, tokens)
         return y, cache
 
     def keep(
@@ -152,23 +148,17 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "B T D"],
         cache: KeyValueCache,
         tokens: Tokens,
-        additions: AttentionAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache, KeysValues]:
-        """Attends as the call does, and hands the new keys and values on, for `read`.
-
-        Args:
-          additions: low-rank additions to the linear maps; None: none.
-        """
-        added = AttentionAdditions() if additions is None else additions
+        """Attends as the call does, and returns the new keys and values, for `read`."""
         positions, length = self._positions(x, cache), _length(x, cache)
         x_q, x_new = apart(x, 2)
-        q = self._queries(x_q, positions, added, length)
-        new = self.keys_and_values(x_new, positions, additions, length=length)
+        q = self._queries(x_q, positions, length)
+        new = self.keys_and_values(x_new, positions, length=length)
         if cache.slots == 0:
             o = self._attend_to_input(q, *new, tokens)
         else:
             o, cache = self._attend_to_cache(q, *new, cache, tokens)
-        return merge(o, self.w_out, self.b_out, added.out), cache, new
+        return merge(o, self.w_out, self.b_out), cache, new
 
     def read(
         self,
@@ -177,7 +167,6 @@ class SelfAttention(nnx.Module):
         before: KeyValueCache,
         written: KeyValueCache,
         tokens: Tokens,
-        additions: AttentionAdditions | None = None,
     ) -> Float[Array, "B T D"]:
         """Attends with queries of its own to what `keep` made of the same tokens.
 
@@ -185,33 +174,26 @@ class SelfAttention(nnx.Module):
           keys_values: the keys and values of these tokens.
           before, written: the cache that `keep` was given, and the one it returned,
             both at its layer.
-          additions: as in `keep`; those of keys and values are not used.
         """
-        added = AttentionAdditions() if additions is None else additions
         positions = self._positions(x, before)
-        q = self._queries(x, positions, added, _length(x, before))
+        q = self._queries(x, positions, _length(x, before))
         if before.slots == 0:
             o = self._attend_to_input(q, *keys_values, tokens)
         else:
             o = attend_to_written(
                 q, *keys_values, before, written, **self._options(q, tokens)
             )
-        return merge(o, self.w_out, self.b_out, added.out)
+        return merge(o, self.w_out, self.b_out)
 
     def write(
         self,
         x: Float[Array, "B T D"],
         cache: KeyValueCache,
         tokens: Tokens,
-        additions: AttentionAdditions | None = None,
     ) -> KeyValueCache:
-        """Writes the keys and values of tokens that attend to nothing here.
-
-        Args:
-          additions: as in `keep`; those of keys and values are used.
-        """
+        """Writes the keys and values of tokens that attend to nothing here."""
         new = self.keys_and_values(
-            x, self._positions(x, cache), additions, length=_length(x, cache)
+            x, self._positions(x, cache), length=_length(x, cache)
         )
         return write(cache, *new, tokens.lengths)
 
@@ -220,7 +202,6 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         look: Callable[..., Float[Array, "B T H E"]],
-        additions: AttentionAdditions | None = None,
     ) -> Float[Array, "B T D"]:
         """Attends where the caller keeps keys and values in a way of its own.
 
@@ -228,21 +209,18 @@ class SelfAttention(nnx.Module):
           positions: position of each token, in any order.
           look: `look(q, new, *, window, scale, soft_cap, bias) -> o`, with what this
             layer is made of: see `attend_to_cache`.
-          additions: as in `keep`.
         """
-        added = AttentionAdditions() if additions is None else additions
         x_q, x_new = apart(x, 2)
-        q = self._queries(x_q, positions, added, None)
-        new = self.keys_and_values(x_new, positions, additions)
+        q = self._queries(x_q, positions, None)
+        new = self.keys_and_values(x_new, positions)
         options = self._options(q, None)
         del options["lengths"]  # every token says for itself whether it is there
-        return merge(look(q, new, **options), self.w_out, self.b_out, added.out)
+        return merge(look(q, new, **options), self.w_out, self.b_out)
 
     def keys_and_values(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "#B T"],
-        additions: AttentionAdditions | None = None,
         *,
         length: int | None = None,
     ) -> KeysValues:
@@ -251,10 +229,9 @@ class SelfAttention(nnx.Module):
         Args:
           length: see `frequencies`.
         """
-        added = AttentionAdditions() if additions is None else additions
         x_k, x_v = apart(x, 2)
-        k = project(x_k, self.w_k, self.b_k, added.k)
-        v = project(x_v, self.w_v, self.b_v, added.v)
+        k = project(x_k, self.w_k, self.b_k)
+        v = project(x_v, self.w_v, self.b_v)
         k = self._rotate_heads(self._norm_heads(k, self.k_norm), positions, length)
         return KeysValues(k, v)
 
@@ -265,18 +242,16 @@ class SelfAttention(nnx.Module):
     ]:
         """Returns the queries, keys and values of full rows, for inspection."""
         positions = jnp.arange(x.shape[1])[None]
-        none = AttentionAdditions()
         k, v = self.keys_and_values(x, positions, length=x.shape[1])
-        return self._queries(x, positions, none, x.shape[1]), k, v
+        return self._queries(x, positions, x.shape[1]), k, v
 
     def values_and_outputs(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T K E"], Float[Array, "B T H E"]]:
         """Returns the values of full rows, and each head's attention output."""
         positions = jnp.arange(x.shape[1])[None]
-        none = AttentionAdditions()
         k, v = self.keys_and_values(x, positions, length=x.shape[1])
-        q = self._queries(x, positions, none, x.shape[1])
+        q = self._queries(x, positions, x.shape[1])
         tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
         return v, self._attend_to_input(q, k, v, tokens)
 
@@ -290,10 +265,9 @@ class SelfAttention(nnx.Module):
         self,
         x: Array,
         positions: Array,
-        added: AttentionAdditions,
         length: int | None,
     ) -> Array:
-        q = project(x, self.w_q, self.b_q, added.q)
+        q = project(x, self.w_q, self.b_q)
         return self._rotate_heads(self._norm_heads(q, self.q_norm), positions, length)
 
     def _norm_heads(self, heads: Array, norm: Norm | None) -> Array:

@@ -15,18 +15,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from recurjax.layers.attention import AttentionAdditions
 from recurjax.layers.initialization import InitConfig, draw_weight
-from recurjax.layers.linear import LowRank
-from recurjax.layers.mlp import MlpAdditions
+from recurjax.layers.linear import AdaptedWeight, is_composed
 from recurjax.layers.stack import PatternCache
 from recurjax.types import Array, Tokens
 from recurjax.variants.relaxed_recursive_transformer.config import (
     RelaxedRecursiveTransformerConfig,
     Sharing,
-    linear_maps,
 )
-from recurjax.variants.transformer.block import BlockAdditions, TransformerBlock
+from recurjax.variants.transformer.block import TransformerBlock
 
 
 def shared_layers(layers: int, loops: int, sharing: Sharing) -> Int[np.ndarray, " L"]:
@@ -75,44 +72,27 @@ class Adapter(nnx.Module):
         # B at zero: every depth starts as the shared block itself.
         self.w_expand = nnx.Param(jnp.zeros((rank, outputs), jnp.float32))
 
-    def low_rank(self) -> LowRank:
-        """Returns A and B as the layers take them."""
-        return LowRank(self.w_reduce[...], self.w_expand[...])
+
+BlockAdapters = nnx.Dict[Adapter]
+"""One depth's adapters: one for each linear map of a layer, by the map's name."""
 
 
-class BlockAdapters(nnx.Module):
-    """One depth's adapters: one for each linear map of a Transformer layer."""
+def make_adapters(
+    config: RelaxedRecursiveTransformerConfig, place: int, *, rngs: nnx.Rngs
+) -> BlockAdapters:
+    """Makes one depth's adapters of a place of the pattern."""
+    maps = config.transformer.block_maps(place)
+    return nnx.Dict(
+        {
+            name: Adapter(sizes, config.rank, config.init, rngs=rngs)
+            for name, sizes in maps.items()
+        }
+    )
 
-    def __init__(self, config: RelaxedRecursiveTransformerConfig, *, rngs: nnx.Rngs):
-        # Every linear map of the layer, by the name that its adapter has.
-        maps = linear_maps(config.transformer)
 
-        def adapter(name: str) -> Adapter:
-            return Adapter(maps[name], config.rank, config.init, rngs=rngs)
-
-        self.q = adapter("q")
-        self.k = adapter("k")
-        self.v = adapter("v")
-        self.out = adapter("out")
-        self.up = adapter("up")
-        # A plain MLP has no gate, and so no adapter for one.
-        self.gate = adapter("gate") if "gate" in maps else None
-        self.down = adapter("down")
-
-    def additions(self) -> BlockAdditions:
-        """Returns them as a block takes them."""
-        gate = None if self.gate is None else self.gate.low_rank()
-        return BlockAdditions(
-            attention=AttentionAdditions(
-                q=self.q.low_rank(),
-                k=self.k.low_rank(),
-                v=self.v.low_rank(),
-                out=self.out.low_rank(),
-            ),
-            mlp=MlpAdditions(
-                up=self.up.low_rank(), gate=gate, down=self.down.low_rank()
-            ),
-        )
+def map_name(weight: str) -> str:
+    """Returns the name of a linear map by its weight's, such as `attention.w_q`."""
+    return weight.rpartition(".w_")[2]
 
 
 class LoopWeights(NamedTuple):
@@ -167,14 +147,9 @@ def weights_by_layer(
     The vectors are [K / P, loops, ...]; the adapters of all loops are side by side, A
     [K / P, N, loops R] and B [K / P, loops R, M].
     """
-    # A norm by head is multiplied with [B, T, H, E], the other vectors with [B, T, D].
-    by_head = config.transformer.attention.qk_norm_over == "head"
 
-    def layer_first(path: tuple[Any, ...], leaf: Array) -> Array:
-        leaf = jnp.swapaxes(leaf, 0, 1)
-        name = jax.tree_util.keystr(path)
-        per_head = by_head and re.search(r"\b[qk]_norm\b", name) is not None
-        return leaf[:, :, None] if per_head else leaf
+    def layer_first(leaf: Array) -> Array:
+        return jnp.swapaxes(leaf, 0, 1)
 
     def side_by_side(path: tuple[Any, ...], leaf: Array) -> Array:
         loops, layers, inner, outer = leaf.shape
@@ -184,12 +159,8 @@ def weights_by_layer(
 
     places = []
     for place, block in enumerate(blocks):
-        leaves = jax.tree_util.tree_leaves_with_path(block)
-        per_loop = [is_per_loop for _, is_per_loop in _leaves(block, config)]
         vectors = [
-            layer_first(*leaf)
-            for leaf, is_per_loop in zip(leaves, per_loop, strict=True)
-            if is_per_loop
+            layer_first(leaf) for leaf, per_loop in _leaves(block, config) if per_loop
         ]
         joint = None
         if adapters is not None:
@@ -202,20 +173,36 @@ def join(
     block: TransformerBlock,
     config: RelaxedRecursiveTransformerConfig,
     shared: tuple[Array, ...],
-    vectors: tuple[Array, ...],
+    own: LoopWeights,
+    active: Callable[[Array], Array] | None = None,
 ) -> TransformerBlock:
-    """Joins a block from shared weights and one loop's vectors.
+    """Joins a block from shared weights and one loop's own.
 
     Args:
       block: gives the structure.
+      active: returns which columns count of an A that joins those of all loops; None:
+        all.
     """
     # Leaves in the block's own order, each taken from the side that owns it.
-    shared_leaves, own_leaves = iter(shared), iter(vectors)
+    shared_leaves, own_leaves = iter(shared), iter(own.vectors)
     leaves = [
         next(own_leaves if per_loop else shared_leaves)
         for _, per_loop in _leaves(block, config)
     ]
-    return jax.tree.unflatten(jax.tree.structure(block), leaves)
+    joined = jax.tree.unflatten(jax.tree.structure(block), leaves)
+    adapters = own.adapters
+    if adapters is None:
+        return joined
+
+    def adapt(path: tuple[Any, ...], weight: Any) -> Any:
+        name = map_name(_name(path))
+        if name not in adapters:
+            return weight
+        a, b = adapters[name].w_reduce[...], adapters[name].w_expand[...]
+        columns = None if active is None else active(a)
+        return AdaptedWeight(base=weight, lora_a=a, lora_b=b, active=columns)
+
+    return jax.tree_util.tree_map_with_path(adapt, joined, is_leaf=is_composed)
 
 
 def repeat_vectors(block: TransformerBlock, loops: int) -> TransformerBlock:
@@ -238,20 +225,25 @@ def _leaves(
 
 
 def _is_matrix(path: tuple[Any, ...]) -> bool:
-    return re.search(r"\bw_\w+", jax.tree_util.keystr(path)) is not None
+    return re.search(r"\bw_\w+", _name(path)) is not None
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns a leaf's name in its block; a Param's own `value` step is left out."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 # How `scan_pattern` runs a layer of the block. Each function below returns one that
-# takes the place's number, a part (block, adapters, loop 1's keys and values or None),
-# x and the place's cache, and returns x, the cache, and what is stacked over layers.
+# takes the place's number, a part (block, loop 1's keys and values or None), x and the
+# place's cache, and returns x, the cache, and what is stacked over layers.
 
 
 def run_layer(tokens: Tokens) -> Callable:
     """Runs a layer on keys and values of its own."""
 
     def run(_, part, x, group):
-        block, adapters, _ = part
-        return *block(x, group, tokens, _additions(adapters)), None
+        block, _ = part
+        return *block(x, group, tokens), None
 
     return run
 
@@ -260,8 +252,8 @@ def run_layer_keep_kv(tokens: Tokens) -> Callable:
     """Runs a layer and returns its new keys and values, for deeper loops to read."""
 
     def keep(_, part, x, group):
-        block, adapters, _ = part
-        return block.keep(x, group, tokens, _additions(adapters))
+        block, _ = part
+        return block.keep(x, group, tokens)
 
     return keep
 
@@ -275,13 +267,12 @@ def run_layer_read_kv(tokens: Tokens, cache: PatternCache) -> Callable:
     """
 
     def read(place, part, x, group):
-        block, adapters, kv = part
+        block, kv = part
         # The cache before loop 1, at this layer's entry and the rows' positions.
         before = cache.groups[place]._replace(
             position=group.position, layer=group.layer
         )
-        added = _additions(adapters)
-        return block.read(x, kv, before, group, tokens, added), group, None
+        return block.read(x, kv, before, group, tokens), group, None
 
     return read
 
@@ -290,8 +281,8 @@ def write_kv(tokens: Tokens) -> Callable:
     """Writes keys and values of tokens that have left; x stays as it is."""
 
     def write(_, part, x, group):
-        block, adapters, _ = part
-        return x, block.write(x, group, tokens, _additions(adapters)), None
+        block, _ = part
+        return x, block.write(x, group, tokens), None
 
     return write
 
@@ -340,22 +331,16 @@ def one_by_one(
     for layer in order.tolist():
         repeat, place = divmod(layer, len(cache.groups))
         use = used.setdefault(layer, 0)
-        block, adapters, _ = jax.tree.map(
-            lambda leaf, at=repeat: leaf[at], parts[use][place]
-        )
+        block, _ = jax.tree.map(lambda leaf, at=repeat: leaf[at], parts[use][place])
         # A cache of one layer: nothing is kept between calls here.
         group = cache.groups[place]._replace(
             position=cache.position, layer=jnp.int32(0)
         )
         # Compiled by itself: the comparison must not share the scans' program.
         act = jax.jit(later if use else first, static_argnums=0)
-        part = (block, adapters, first_kv.get(layer))
+        part = (block, first_kv.get(layer))
         x, _, new = act(place, part, x, group)
         if not use:
             first_kv[layer] = new
         used[layer] += 1
         yield x
-
-
-def _additions(adapters: BlockAdapters | None) -> BlockAdditions | None:
-    return None if adapters is None else adapters.additions()

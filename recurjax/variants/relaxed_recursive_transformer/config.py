@@ -95,7 +95,7 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
         # Sharing saves memory, not work: every depth is run.
         total = self.transformer.flops_per_token(length)
         # The additions, over the depths that run each map.
-        maps = linear_maps(self.transformer)
+        maps = self.transformer.block_maps(0)
         for name, (inputs, outputs) in maps.items():
             run = layers
             # Keys and values are projected in the first loop only, by matrices and
@@ -106,19 +106,3 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
             rank = min(self.rank, inputs, outputs)
             total += 6.0 * run * rank * (inputs + outputs)
         return total
-
-
-def linear_maps(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Returns the sizes (N, M) of a layer's linear maps, by name."""
-    a, D, F = config.attention, config.width, config.mlp.width
-    queries, keys = a.heads * a.head_width, a.key_heads * a.head_width
-    # As matrices [N, M]: an addition knows nothing of heads.
-    maps = {
-        "q": (D, queries),
-        "k": (D, keys),
-        "v": (D, keys),
-        "out": (queries, D),
-        "up": (D, F),
-        "down": (F, D),
-    }
-    return maps | {"gate": (D, F)} if config.mlp.gated else maps

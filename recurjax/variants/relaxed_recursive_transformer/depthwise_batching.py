@@ -22,7 +22,6 @@ from recurjax.layers.attention import (
     slots_for,
     visible_by_position,
 )
-from recurjax.layers.linear import LowRank
 from recurjax.layers.position import with_positions
 from recurjax.layers.stack import PatternCache, scan_layers
 from recurjax.types import Array, LoopPositions
@@ -35,7 +34,7 @@ from recurjax.variants.relaxed_recursive_transformer.block import (
 from recurjax.variants.relaxed_recursive_transformer.config import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.transformer.block import BlockAdditions
+from recurjax.variants.transformer.block import TransformerBlock
 
 
 class TickCache(NamedTuple):
@@ -136,15 +135,14 @@ class DepthwiseBatching:
             all tokens are seen.
         """
         shared = shared_weights(self.blocks, self.config)
-        vectors = [_lane_vectors(place, lanes) for place in weights]
         repeats = jnp.arange(self._repeats, dtype=jnp.int32)
 
         def layer(carry, turn):
             x, keys, values = carry
             parts, entry = turn
             keys, values = list(keys), list(values)
-            for place, (matrices, vectors, adapters) in enumerate(parts):
-                block = join(self.blocks[place], self.config, matrices, vectors)
+            for place, (matrices, own) in enumerate(parts):
+                block = self._block(place, matrices, own, lanes)
 
                 def look(q, new: KeysValues, place=place, **options) -> Array:
                     # Written first: a token sees itself.
@@ -153,13 +151,12 @@ class DepthwiseBatching:
                     k, v = (_seen(x[place], entry, lanes, loop) for x in (keys, values))
                     return _read(q, k, v, lanes, ran, **options)
 
-                additions = _additions(adapters, lanes.loop, self.config.loops)
-                x = block.through(x, lanes.position, look, additions)
+                x = block.through(x, lanes.position, look)
             return (x, tuple(keys), tuple(values)), None
 
         parts = tuple(
-            (matrices, vectors, place.adapters)
-            for matrices, vectors, place in zip(shared, vectors, weights, strict=True)
+            (matrices, _of_lanes(own, lanes))
+            for matrices, own in zip(shared, weights, strict=True)
         )
         (x, keys, values), _ = scan_layers(
             layer,
@@ -207,45 +204,42 @@ class DepthwiseBatching:
             zip(shared, weights, strict=True)
         ):
 
-            def project(matrices, vectors, adapters, place=place) -> KeysValues:
-                block = join(self.blocks[place], self.config, matrices, vectors)
-                additions = _additions(adapters, lanes.loop, loops)
-                return block.keys_and_values(x, lanes.position, additions)
+            def project(matrices, own, place=place) -> KeysValues:
+                block = self._block(place, matrices, own, lanes)
+                return block.keys_and_values(x, lanes.position)
 
-            vectors = _lane_vectors(place_weights, lanes)
-            new = jax.vmap(project)(matrices, vectors, place_weights.adapters)
+            new = jax.vmap(project)(matrices, _of_lanes(place_weights, lanes))
             entries = jnp.arange(self._repeats)[:, None, None]
             keys.append(_write(cache.keys[place], entries, lanes, new.keys))
             values.append(_write(cache.values[place], entries, lanes, new.values))
         return TickCache(keys=tuple(keys), values=tuple(values))
+
+    def _block(
+        self,
+        place: int,
+        matrices: tuple[Array, ...],
+        own: LoopWeights,
+        lanes: LoopPositions,
+    ) -> TransformerBlock:
+        """Returns a layer whose adapters are, at each lane, its loop's."""
+        loops = self.config.loops
+
+        def active(reduce: Array) -> Array:
+            columns = jnp.arange(reduce.shape[-1]) // (reduce.shape[-1] // loops)
+            return columns == lanes.loop[..., None]
+
+        return join(self.blocks[place], self.config, matrices, own, active)
 
     @property
     def _cache_parts(self) -> int:
         return self.config.loops if self.config.loop_cache == "own" else 1
 
 
-def _lane_vectors(weights: LoopWeights, lanes: LoopPositions) -> tuple[Array, ...]:
-    """Returns each lane's norms and biases, where they are untied."""
+def _of_lanes(weights: LoopWeights, lanes: LoopPositions) -> LoopWeights:
+    """Returns the weights with each lane's norms and biases, where they are untied."""
     # Vectors, which are small: the matrices are never gathered by row.
-    return tuple(leaf[:, lanes.loop] for leaf in weights.vectors)
-
-
-def _additions(
-    adapters: Any, loop: Int[Array, "B T"], loops: int
-) -> BlockAdditions | None:
-    """Returns the additions of all loops, with the columns that are each lane's."""
-    if adapters is None:
-        return None
-
-    def masked(pair: LowRank) -> LowRank:
-        rank = pair.reduce.shape[-1] // loops
-        columns = jnp.arange(loops * rank) // rank
-        return pair._replace(active=columns == loop[..., None])
-
-    def is_pair(node: Any) -> bool:
-        return isinstance(node, LowRank)
-
-    return jax.tree.map(masked, adapters.additions(), is_leaf=is_pair)
+    vectors = tuple(leaf[:, lanes.loop] for leaf in weights.vectors)
+    return weights._replace(vectors=vectors)
 
 
 def _write(

@@ -28,6 +28,7 @@ from recurjax.variants.relaxed_recursive_transformer.block import (
     hold_exited,
     join,
     loop_weights,
+    make_adapters,
     one_by_one,
     repeat_vectors,
     run_layer,
@@ -77,14 +78,14 @@ class RelaxedRecursiveTransformerStack(
         # One adapter a depth and none shared: each is drawn from a key of its own.
         adapters = []
         if config.rank:
-
-            def adapter(key: Array) -> BlockAdapters:
-                return BlockAdapters(config, rngs=nnx.Rngs(params=key))
-
             shape = (loops, self._repeats)
-            for _ in base.pattern:
+            for place in range(len(base.pattern)):
+
+                def adapters_at(key: Array, place: int = place) -> BlockAdapters:
+                    return make_adapters(config, place, rngs=nnx.Rngs(params=key))
+
                 keys = jax.random.split(rngs.params(), shape)
-                adapters.append(jax.vmap(jax.vmap(adapter))(keys))
+                adapters.append(jax.vmap(jax.vmap(adapters_at))(keys))
         self.adapters = nnx.List(adapters) if adapters else None
 
     @property
@@ -439,9 +440,9 @@ class RelaxedRecursiveTransformerStack(
 
                 def use(act, kv, _, weights, x, group, place=place):
                     block = join(
-                        self.blocks[place], self.config, shared[place], weights.vectors
+                        self.blocks[place], self.config, shared[place], weights
                     )
-                    return act(place, (block, weights.adapters, kv), x, group)
+                    return act(place, (block, kv), x, group)
 
                 uses = (loops[place], entries)
                 # The first use makes keys and values, so it cannot share the others'
@@ -520,14 +521,10 @@ class RelaxedRecursiveTransformerStack(
         )
 
     def _parts(self, shared, loop, kv=None) -> tuple[Any, ...]:
-        """Returns what `_layers` scans over: block, adapters and loop 1's keys."""
+        """Returns what `_layers` scans over: blocks, and loop 1's keys and values."""
         kv = [None] * len(loop) if kv is None else kv
         return tuple(
-            (
-                join(self.blocks[place], self.config, matrices, weights.vectors),
-                weights.adapters,
-                pair,
-            )
+            (join(self.blocks[place], self.config, matrices, weights), pair)
             for place, (matrices, weights, pair) in enumerate(
                 zip(shared, loop, kv, strict=True)
             )

@@ -1,29 +1,20 @@
 """One Transformer layer."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.attention import (
-    AttentionAdditions,
     KeysValues,
     KeyValueCache,
     SelfAttention,
 )
-from recurjax.layers.mlp import Mlp, MlpAdditions
+from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.stack import residual_scale
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.config import LayerKind, TransformerConfig
-
-
-class BlockAdditions(NamedTuple):
-    """The low-rank terms that one depth adds to the linear maps of a shared block."""
-
-    attention: AttentionAdditions | None = None
-    mlp: MlpAdditions | None = None
 
 
 class ResidualBlock(nnx.Module):
@@ -54,19 +45,17 @@ class ResidualBlock(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         mixed: Float[Array, "B T D"],
-        additions: MlpAdditions | None = None,
     ) -> Float[Array, "B T D"]:
         """Adds both branches to the residual stream.
 
         Args:
           x: what entered the layer.
           mixed: what its attention made of it.
-          additions: see `Mlp`.
         """
         # In parallel both branches read x, and their products can be made as one.
         y = x + self.residual_scale * _normed(self.attention_post_norm, mixed)
         read = _normed(self.mlp_norm, x if self.parallel else y)
-        fed = _normed(self.mlp_post_norm, self.mlp(read, additions))
+        fed = _normed(self.mlp_post_norm, self.mlp(read))
         return y + self.residual_scale * fed
 
 
@@ -104,9 +93,8 @@ class TransformerBlock(ResidualBlock):
         x: Float[Array, "B T D"],
         cache: KeyValueCache,
         tokens: Tokens,
-        additions: BlockAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        x, cache, _ = self.keep(x, cache, tokens, additions)
+        x, cache, _ = self.keep(x, cache, tokens)
         return x, cache
 
     def keep(
@@ -114,16 +102,11 @@ class TransformerBlock(ResidualBlock):
         x: Float[Array, "B T D"],
         cache: KeyValueCache,
         tokens: Tokens,
-        additions: BlockAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache, KeysValues]:
         """Runs the layer, and hands its keys and values on: see `SelfAttention`."""
-        # A depth that shares its weights brings what it adds to them.
-        added = BlockAdditions() if additions is None else additions
-        mixed, cache, new = self.attention.keep(
-            self.attention_input(x), cache, tokens, added.attention
-        )
+        mixed, cache, new = self.attention.keep(self.attention_input(x), cache, tokens)
         # Keys and values go on to who reads them again: a deeper loop.
-        return self.add(x, mixed, added.mlp), cache, new
+        return self.add(x, mixed), cache, new
 
     def read(
         self,
@@ -132,52 +115,43 @@ class TransformerBlock(ResidualBlock):
         before: KeyValueCache,
         written: KeyValueCache,
         tokens: Tokens,
-        additions: BlockAdditions | None = None,
     ) -> Float[Array, "B T D"]:
         """Runs the layer on keys and values that an earlier run of it has made."""
-        added = BlockAdditions() if additions is None else additions
         mixed = self.attention.read(
             self.attention_input(x),
             keys_values,
             before,
             written,
             tokens,
-            added.attention,
         )
-        return self.add(x, mixed, added.mlp)
+        return self.add(x, mixed)
 
     def write(
         self,
         x: Float[Array, "B T D"],
         cache: KeyValueCache,
         tokens: Tokens,
-        additions: BlockAdditions | None = None,
     ) -> KeyValueCache:
         """Writes the keys and values of tokens that do not run the layer."""
-        added = BlockAdditions() if additions is None else additions
         normed = self.attention_input(x)
-        return self.attention.write(normed, cache, tokens, added.attention)
+        return self.attention.write(normed, cache, tokens)
 
     def through(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         look: Callable[..., Float[Array, "B T H E"]],
-        additions: BlockAdditions | None = None,
     ) -> Float[Array, "B T D"]:
         """Runs the layer on keys that the caller keeps: see `SelfAttention.through`."""
-        added = BlockAdditions() if additions is None else additions
         normed = self.attention_input(x)
-        mixed = self.attention.through(normed, positions, look, added.attention)
-        return self.add(x, mixed, added.mlp)
+        mixed = self.attention.through(normed, positions, look)
+        return self.add(x, mixed)
 
     def keys_and_values(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        additions: BlockAdditions | None = None,
     ) -> KeysValues:
         """Makes the keys and values of tokens that do not run the layer."""
-        added = BlockAdditions() if additions is None else additions
         normed = self.attention_input(x)
-        return self.attention.keys_and_values(normed, positions, added.attention)
+        return self.attention.keys_and_values(normed, positions)

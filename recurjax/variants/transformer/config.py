@@ -128,6 +128,11 @@ class TransformerConfig(StackFacts):
         """Returns what a layer has of its own."""
         return self.pattern[layer % len(self.pattern)]
 
+    def block_maps(self, place: int) -> dict[str, tuple[int, int]]:
+        """Returns the sizes (N, M) of the linear maps of a place's layers, by name."""
+        del place  # All layers have the same ones.
+        return self.attention.maps(self.width) | self.mlp.maps(self.width)
+
     def attention_of(self, kind: LayerKind) -> AttentionConfig:
         """Returns the attention of a layer of this kind."""
         return replace(self.attention, position=kind.position)
@@ -144,12 +149,10 @@ class TransformerConfig(StackFacts):
         attention (forward and backward; the causal half is not discounted). Source: the
         convention of Chowdhery et al. 2022, appendix B, with windows.
         """
-        a, D = self.attention, self.width
-        # Query and output projections have H heads, keys and values K.
-        projections = D * a.head_width * (2 * a.heads + 2 * a.key_heads)
-        mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
+        a = self.attention
+        weights = sum(n * m for n, m in self.block_maps(0).values())
         # A window of w sees w tokens back and itself.
         windows = (self.kind_of(layer).window for layer in range(self.layers))
         seen = sum(length if w is None else min(w + 1, length) for w in windows)
-        matrices = 6.0 * self.layers * (projections + mlp)
+        matrices = 6.0 * self.layers * weights
         return matrices + 12.0 * a.heads * a.head_width * seen
