@@ -52,6 +52,7 @@ from recurjax.bench.timing import repeat
 from recurjax.bench.torch_peer import answer_of
 from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
+from recurjax.layers.mamba import Mamba
 from recurjax.layers.position import Alibi, alibi_slopes
 from recurjax.machine import host
 from recurjax.model import ModelConfig, count_parameters
@@ -63,7 +64,6 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.recurformer import MambaConfig
-from recurjax.variants.recurformer.mamba import Mamba
 
 Shape = Mapping[str, int]
 Times = dict[tuple[str, str], float]

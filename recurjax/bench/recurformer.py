@@ -14,12 +14,12 @@ from pallas_kernels.selective_scan import api, selective_scan
 from pallas_kernels.selective_scan.reference import selective_scan_reference
 from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.mamba import Mamba
 from recurjax.layers.mlp import MlpConfig
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurformer.block import RecurFormerBlock
 from recurjax.variants.recurformer.config import cache_bytes
-from recurjax.variants.recurformer.mamba import Mamba
 from recurjax.variants.recurformer.stack import layer_cache
 from recurjax.variants.transformer import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""Position encodings: rotary embedding, ALiBi, learned absolute embedding."""
+"""Rotary, ALiBi and learned position encodings, and where documents begin."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 
 from recurjax.layers.initialization import InitConfig, draw_embedding
 from recurjax.ranges import (
@@ -392,3 +392,13 @@ class PositionEmbedding(nnx.Module):
             )
         # Gathered before the cast: the gradient adds up in the table's own float32.
         return x + self.w_position[...][positions].astype(x.dtype)
+
+
+def document_starts(
+    documents: Int[Array, "B T"] | None,
+) -> Bool[Array, "B T"] | None:
+    """Marks where documents begin, except at the row's first position."""
+    if documents is None:
+        return None
+    begins = documents[:, 1:] != documents[:, :-1]
+    return jnp.pad(begins, ((0, 0), (1, 0)))

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
+from recurjax.layers.mamba import Mamba
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Array, Scalar, Tokens
@@ -26,7 +27,6 @@ from recurjax.variants.recurformer import (
     RecurFormerStack,
 )
 from recurjax.variants.recurformer.config import added_parameters, cache_bytes
-from recurjax.variants.recurformer.mamba import Mamba
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 

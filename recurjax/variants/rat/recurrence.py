@@ -18,18 +18,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from pallas_kernels.gated_scan import add_at_ends, ends_of, gated_scan
 from recurjax.layers.attention import attend
-from recurjax.layers.position import Rope, rotate
+from recurjax.layers.position import Rope, document_starts, rotate
 from recurjax.types import Array
-
-
-def document_starts(
-    documents: Int[Array, "B T"] | None,
-) -> Bool[Array, "B T"] | None:
-    """Marks where documents begin, except at the row's first position."""
-    if documents is None:
-        return None
-    begins = documents[:, 1:] != documents[:, :-1]
-    return jnp.pad(begins, ((0, 0), (1, 0)))
 
 
 def rotate_chunks(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from recurjax.layers.attention import (
     KeyValueCache,
@@ -18,12 +18,12 @@ from recurjax.layers.attention import (
 )
 from recurjax.layers.initialization import draw_output_weight, draw_weight
 from recurjax.layers.linear import apart
+from recurjax.layers.mamba import Mamba, MambaCache
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
-from recurjax.layers.position import Rope, rotate
+from recurjax.layers.position import Rope, document_starts, rotate
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.config import LayerHeads, RecurFormerConfig
-from recurjax.variants.recurformer.mamba import Mamba, MambaCache
 from recurjax.variants.transformer.block import ResidualBlock
 
 
@@ -149,7 +149,7 @@ class PartialAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T R E"], MambaCache]:
         """Returns what Mamba makes of the replaced heads' values, by head."""
         B, T, _, E = v.shape
-        starts = None if tokens.segments is None else document_starts(tokens.segments)
+        starts = document_starts(tokens.segments)
         # Training forgets: the recurrence begins from zero in every row.
         before = self.mamba.init_cache(B) if training else cache
         y, after = self.mamba(
@@ -238,10 +238,3 @@ def in_even_groups(
         return q, places
     wide = jnp.zeros((*q.shape[:2], size * len(counts), q.shape[3]), q.dtype)
     return wide.at[:, :, places].set(q), places
-
-
-def document_starts(segments: Array) -> Bool[Array, "B T"]:
-    """Returns where a row's next document begins."""
-    changes = segments[:, 1:] != segments[:, :-1]
-    # Position 0 begins a row, not a document after another one.
-    return jnp.pad(changes, ((0, 0), (1, 0)))

@@ -1,34 +1,14 @@
-"""A RecurFormer: a Transformer, the heads replaced, their Mamba, and what it costs."""
+"""A RecurFormer: a Transformer, the heads replaced by Mamba, and what it costs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from recurjax.layers.initialization import InitConfig
+from recurjax.layers.mamba import MambaConfig, mamba_flops, mamba_weights
 from recurjax.layers.position import Alibi
 from recurjax.layers.stack import StackFacts
-from recurjax.ranges import NonNegativeInt, PositiveInt, RangeChecks, check_ranges
+from recurjax.ranges import NonNegativeInt, check_ranges
 from recurjax.variants.transformer.config import TransformerConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MambaConfig(RangeChecks):
-    """The mixer that replaces some heads of a layer.
-
-    Its width is that of the heads it replaces, d_m = n E. Source: Gu and Dao 2023, with
-    RecurFormer's sizes (appendix B).
-
-    Attributes:
-      conv: taps of the causal convolution.
-      state: N, the states of a channel.
-      dt_rank: R, the rank of the step size's projection. The paper's 256 exceeds the
-        channels of a single head of width 64.
-      expand: channels per replaced width: I = expand d_m.
-    """
-
-    conv: PositiveInt = 4
-    state: PositiveInt = 16
-    dt_rank: PositiveInt = 256
-    expand: PositiveInt = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +97,7 @@ class RecurFormerConfig(StackFacts):
     def mixing_flops(self, layer: int, length: int) -> float:
         """Counts those of a layer's heads.
 
-        Attention for the heads that are left; and for the scan 27 a state (9 a step:
-        the decay, its exponential, the input, the sum over states, once forward and
-        twice backward).
+        Attention for the heads that are left, and `mamba_flops` for the others.
         """
         base, heads = self.transformer, self.heads(layer)
         a, R, K = base.attention, len(heads.remaining), len(heads.key_heads)
@@ -130,9 +108,7 @@ class RecurFormerConfig(StackFacts):
         seen = length if window is None else min(window + 1, length)
         total = 6.0 * projections + 12.0 * R * a.head_width * seen
         if heads.replaced:
-            total += 6.0 * mamba_weights(self.mamba, heads.mamba_width)
-            channels = self.mamba.expand * heads.mamba_width
-            total += 27.0 * channels * self.mamba.state
+            total += mamba_flops(self.mamba, heads.mamba_width)
         return total
 
 
@@ -173,15 +149,6 @@ def split_heads(base: TransformerConfig, replaced: tuple[int, ...]) -> LayerHead
         group_of=tuple(head // group for head in replaced),
         mamba_width=len(replaced) * a.head_width,
     )
-
-
-def mamba_weights(mamba: MambaConfig, width: int) -> int:
-    """Counts the weights of a mixer of width d_m, less its vectors a channel."""
-    channels = mamba.expand * width
-    # Two ways in, one way back.
-    in_and_out = 3 * width * channels
-    steps = channels * (mamba.dt_rank + 2 * mamba.state) + mamba.dt_rank * channels
-    return in_and_out + steps + mamba.conv * channels
 
 
 STATE_BYTES = 4

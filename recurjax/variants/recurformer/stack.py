@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.mamba import empty_mamba_cache
 from recurjax.layers.mesh import UncutStack, keep_rows_apart
 from recurjax.layers.position import (
     check_cache_length,
@@ -20,7 +21,6 @@ from recurjax.layers.stack import CacheRows, rematerialize
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.block import LayerCache, RecurFormerBlock
 from recurjax.variants.recurformer.config import RecurFormerConfig
-from recurjax.variants.recurformer.mamba import MambaCache
 
 
 class RecurFormerCache(NamedTuple):
@@ -130,10 +130,5 @@ def layer_cache(
         base.attention.head_width,
         dtype,
     )
-    channels = config.mamba.expand * heads.mamba_width if length else 0
-    wide = jnp.promote_types(dtype, jnp.float32)
-    mamba = MambaCache(
-        conv=jnp.zeros((batch, channels, config.mamba.conv), wide),
-        state=jnp.zeros((batch, channels, config.mamba.state), wide),
-    )
-    return LayerCache(keys_values, mamba)
+    width = heads.mamba_width if length else 0
+    return LayerCache(keys_values, empty_mamba_cache(config.mamba, width, batch, dtype))

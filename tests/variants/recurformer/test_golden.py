@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.mamba import MambaCache, MambaWeights, mix
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import Rope
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurformer.block import PartialAttention
-from recurjax.variants.recurformer.mamba import MambaCache, MambaWeights, mix
 from recurjax.variants.recurformer.stack import layer_cache
 from recurjax.variants.transformer import TransformerConfig
 from tests.compiling import QUICK_COMPILE

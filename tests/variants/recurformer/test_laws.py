@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recurjax.layers.mamba import DT_LEAST, DT_MOST, Mamba, mamba_weights
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi, LearnedPositions
 from recurjax.model import Decoder
@@ -15,8 +16,6 @@ from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
-from recurjax.variants.recurformer.config import mamba_weights
-from recurjax.variants.recurformer.mamba import DT_LEAST, DT_MOST, Mamba
 from tests.laws import B, StackLaws, T, draw_ids, pull_back, run
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.recurformer.switches import (

@@ -1,6 +1,8 @@
-"""The Mamba mixer as a function of arrays, and the module that owns its weights."""
+"""The Mamba mixer: a function of arrays, the module with its weights, its costs."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -10,11 +12,32 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.selective_scan import selective_scan
 from recurjax.layers.linear import linear
+from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.types import Array
-from recurjax.variants.recurformer.config import MambaConfig
 
 DT_LEAST, DT_MOST = 0.001, 0.1
 """Initial steps are between these, evenly in their logarithm (Mamba's authors)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MambaConfig(RangeChecks):
+    """Sizes of a Mamba mixer, whose width M its layer decides.
+
+    In RecurFormer M = n E, the width of the n heads that it replaces. Source: Gu and
+    Dao 2023; the defaults are RecurFormer's sizes (appendix B).
+
+    Attributes:
+      conv: taps of the causal convolution.
+      state: N, the states of a channel.
+      dt_rank: R, the rank of the step size's projection. RecurFormer's 256
+        exceeds the channels of a single head of width 64; Mamba's authors use M / 16.
+      expand: channels per width: I = expand M.
+    """
+
+    conv: PositiveInt = 4
+    state: PositiveInt = 16
+    dt_rank: PositiveInt = 256
+    expand: PositiveInt = 2
 
 
 class MambaCache(NamedTuple):
@@ -30,7 +53,7 @@ class MambaCache(NamedTuple):
 
 
 class MambaWeights(NamedTuple):
-    """A mixer's weights, of width M = d_m, channels I, states N, rank R.
+    """A mixer's weights, of width M, channels I, states N, rank R.
 
     Attributes:
       w_u, w_z: input projections to the recurrence and to its gate.
@@ -160,9 +183,20 @@ class Mamba(nnx.Module):
     A = -(1 .. N) in every channel, D = 1, the step's bias gives steps drawn evenly in
     their logarithm, its weight is uniform in +-R^-1/2, the rest uniform in
     +-(fan in)^-1/2. RecurFormer's paper says nothing of it.
+
+    Args:
+      width: M.
+      draw_back: draws W_back, of shape [I, M], from a key; None: uniform as the rest.
     """
 
-    def __init__(self, config: MambaConfig, width: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: MambaConfig,
+        width: int,
+        *,
+        draw_back: Callable[[Array, tuple[int, int]], Array] | None = None,
+        rngs: nnx.Rngs,
+    ):
         self.config, self.width = config, width
         N, R, I = config.state, config.dt_rank, config.expand * width
 
@@ -188,7 +222,10 @@ class Mamba(nnx.Module):
             jnp.tile(jnp.log(jnp.arange(1, N + 1, dtype=jnp.float32)), (I, 1))
         )
         self.skip = nnx.Param(jnp.ones(I, jnp.float32))
-        self.w_back = uniform((I, width), I)
+        if draw_back is None:
+            self.w_back = uniform((I, width), I)
+        else:
+            self.w_back = nnx.Param(draw_back(rngs.params(), (I, width)))
 
     def weights(self) -> MambaWeights:
         """Returns the arrays."""
@@ -198,12 +235,7 @@ class Mamba(nnx.Module):
 
     def init_cache(self, batch: int) -> MambaCache:
         """Creates the cache before the first token: zeros, always float32 or wider."""
-        I = self.config.expand * self.width
-        dtype = jnp.promote_types(self.w_u[...].dtype, jnp.float32)
-        return MambaCache(
-            conv=jnp.zeros((batch, I, self.config.conv), dtype),
-            state=jnp.zeros((batch, I, self.config.state), dtype),
-        )
+        return empty_mamba_cache(self.config, self.width, batch, self.w_u[...].dtype)
 
     def __call__(
         self,
@@ -214,3 +246,35 @@ class Mamba(nnx.Module):
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T M"], MambaCache]:
         return mix(x, self.weights(), cache, starts=starts, lengths=lengths)
+
+
+def empty_mamba_cache(config: MambaConfig, width: int, batch: int, dtype) -> MambaCache:
+    """Creates the cache of a mixer of width M before the first token.
+
+    Args:
+      dtype: dtype of the activations; inputs and states are at least float32.
+    """
+    channels, wide = config.expand * width, jnp.promote_types(dtype, jnp.float32)
+    return MambaCache(
+        conv=jnp.zeros((batch, channels, config.conv), wide),
+        state=jnp.zeros((batch, channels, config.state), wide),
+    )
+
+
+def mamba_weights(mamba: MambaConfig, width: int) -> int:
+    """Counts the weights of a mixer of width M, less its vectors a channel."""
+    channels = mamba.expand * width
+    # Two ways in, one way back.
+    in_and_out = 3 * width * channels
+    steps = channels * (mamba.dt_rank + 2 * mamba.state) + mamba.dt_rank * channels
+    return in_and_out + steps + mamba.conv * channels
+
+
+def mamba_flops(mamba: MambaConfig, width: int) -> float:
+    """Counts training FLOPs per token: 6 a weight, and 27 a state of the scan.
+
+    Of the scan 9 a step (the decay, its exponential, the input, the sum over states),
+    once forward and twice backward.
+    """
+    scan = 27.0 * mamba.expand * width * mamba.state
+    return 6.0 * mamba_weights(mamba, width) + scan
