@@ -26,7 +26,8 @@ from recurjax.variants.latent_recurrent_transformer import (
 from recurjax.variants.rat import (
     AttentionMixerConfig,
     RatConfig,
-    ReversedRatMixerConfig,
+    RatMixerConfig,
+    RnnMixerConfig,
 )
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 
@@ -197,15 +198,17 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
     """Returns the table of RAT's authors: embedding, backbone, head.
 
     Raises:
-      UserError: the config has layers of the reversed design.
+      UserError: the config has layers that RAT's authors do not publish.
     """
     table = PieceTable(config)
     assert isinstance(config.stack, RatConfig)
-    if any(isinstance(mixer, ReversedRatMixerConfig) for mixer in config.stack.pattern):
-        raise UserError(
-            "RAT's authors publish no checkpoints of the reversed design: use "
-            "a pattern without it"
-        )
+    published = RatMixerConfig | RnnMixerConfig | AttentionMixerConfig
+    for mixer in config.stack.pattern:
+        if not isinstance(mixer, published):
+            raise UserError(
+                "RAT's authors publish no checkpoints with a layer of "
+                f"{type(mixer).__name__}: use a pattern without it"
+            )
     table.same("embedding.wte.weight", "w_embedding")
     _norm(table, "backbone.ln", "final_norm")
     table.same("head.lm_head.weight", "w_head")

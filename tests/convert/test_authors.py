@@ -292,7 +292,7 @@ def test_models_that_the_authors_code_cannot_have_are_refused(tmp_path):
         from_authors(tmp_path, dataclasses.replace(model, stack=stack))
     reversed_rat = presets.reversed_rat(width=16, heads=4, chunk=4, length=8)
     stack = presets.stack(reversed_rat, layers=1, width=16)
-    with pytest.raises(UserError, match="no checkpoints of the reversed design"):
+    with pytest.raises(UserError, match="no checkpoints with a layer of ReversedRat"):
         from_authors(tmp_path, ModelConfig(vocabulary=11, stack=stack))
 
 

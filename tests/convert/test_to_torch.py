@@ -56,7 +56,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
-from recurjax.variants.rat import RatMixerConfig, presets
+from recurjax.variants.rat import MambaMixerConfig, RatMixerConfig, presets
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.relaxed_recursive_transformer import (
@@ -174,6 +174,12 @@ STACKS = {
         presets.rnn(**SIZE, length=32),
         presets.reversed_rat(**SIZE, chunk=5, length=40),
         presets.attention(**SIZE),
+        layers=4,
+        width=WIDTH,
+    ),
+    "rat_and_mamba": presets.stack(
+        presets.rat(**SIZE, chunk=5),
+        MambaMixerConfig(state=3, dt_rank=5),
         layers=4,
         width=WIDTH,
     ),
@@ -370,6 +376,24 @@ def test_the_module_is_one_file_that_imports_torch_safetensors_and_numpy(name):
     assert imported - standard == {"torch", "safetensors", "numpy"}
 
 
+@pytest.mark.parametrize("name", STACKS)
+def test_no_name_of_the_module_is_defined_twice(name):
+    """A kernel would read what another part of the file has put in its place."""
+    tree = ast.parse(torch_source(STACKS[name]))
+    # Kernels are defined where Triton is.
+    parts = [
+        part for n in tree.body for part in (n.body if isinstance(n, ast.If) else [n])
+    ]
+    names = [n.name for n in parts if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    names += [
+        ast.unparse(target)
+        for node in parts
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    ]
+    assert len(names) == len(set(names)) > 10
+
+
 def test_each_tensor_has_one_name_and_matrices_are_out_by_in():
     config = ModelConfig(vocabulary=256, stack=STACKS["rat_and_window"])
     shapes = {piece.tensor: piece.shape for piece in torch_pieces(config)}
@@ -425,6 +449,12 @@ SCANS = {
         layers=3,
         width=32,
     ),
+    "rat_and_mamba": presets.stack(
+        presets.rat(width=32, heads=2, chunk=5),
+        MambaMixerConfig(state=4, dt_rank=5),
+        layers=2,
+        width=32,
+    ),
     "recurformer": RecurFormerConfig(
         transformer=transformer(attention=attention(qkv_bias=True)),
         replaced=((0, 3), (0, 1, 2, 3)),
@@ -449,11 +479,12 @@ def test_the_gpu_kernels_of_an_export_compute_what_plain_torch_does(name, tmp_pa
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    kernels = {"forward_kernel", "backward_kernel"}
+    ops = ("_of_gated_scan", "_of_selective_scan") if name == "rat_and_mamba" else ("",)
     cases = json.loads(done.stdout)
     for case, answer in cases.items():
-        cut = set() if case == "rows" else {"summarize_kernel"}
-        assert set(answer["launched"]) == kernels | cut
+        kernels = ["forward_kernel", "backward_kernel"]
+        kernels += [] if case == "rows" else ["summarize_kernel"]
+        assert set(answer["launched"]) == {k + op for k in kernels for op in ops}
         # Twice the table's for bfloat16: both sides round.
         exact = TOLERANCES["float32"].gradient
         tolerance = 2 * TOLERANCES[case].gradient if case in TOLERANCES else exact

@@ -28,6 +28,7 @@ VARIANTS = {
     "recurrent_transformer": (recurrent, "the_paper"),
     "latent_recurrent_transformer": (latent, "shared"),
     "rat": (rat, "rat"),
+    "mamba": (rat, "rat_beside_mamba"),
     "relaxed_recursive_transformer": (recursive, "cycle, untied, rank 3, rings"),
     "recurformer": (recurformer, "ragged_groups"),
 }

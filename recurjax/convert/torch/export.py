@@ -11,7 +11,7 @@ import ast
 import re
 import tempfile
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +59,7 @@ from recurjax.training.run import LoadedRun
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
-from recurjax.variants.rat import RatConfig
+from recurjax.variants.rat import MambaMixerConfig, RatConfig
 from recurjax.variants.recurformer import RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.relaxed_recursive_transformer import (
@@ -317,12 +317,12 @@ TEMPLATES: dict[type, str] = {
     RelaxedRecursiveTransformerConfig: "relaxed_recursive_transformer",
 }
 """The template of each variant that can be exported."""
-_SCANS = {"rat": "gated_scan", "recurformer": "selective_scan"}
+_SCANS = {"rat": "gated_scan", "mamba": "selective_scan"}
 """The op of `pallas_kernels` whose GPU kernels a template launches."""
 
 _FOLDER = Path(__file__).parent / "modules"
 _KERNELS = Path(pallas_kernels.__file__).parent
-_LOCAL = ("layers", "variant", "kernels", *_SCANS.values())
+_LOCAL = ("layers", "variant", "kernels", "mamba", *_SCANS.values())
 HF_REFERENCE = _FOLDER / "hf_reference.py"
 """The script that runs a Hugging Face model in transformers."""
 
@@ -333,15 +333,62 @@ def torch_source(stack: StackConfig) -> str:
     Raises:
       KeyError: the variant has no template.
     """
-    variant = TEMPLATES[type(stack)]
+    templates = _templates(stack)
+    ops = [_SCANS[name] for name in templates if name in _SCANS]
     # The order in the joined file: what is used before who uses it.
     files = [_FOLDER / "layers.py"]
-    if (op := _SCANS.get(variant)) is not None:
+    if ops:
         files += [_FOLDER / "scans/kernels.py", _KERNELS / "triton_launches.py"]
-        files += [_KERNELS / op / "triton_sizes.py", _KERNELS / "triton_kernels.py"]
-        files += [_KERNELS / op / "triton_kernels.py", _FOLDER / f"scans/{op}.py"]
-    files += [_FOLDER / f"{variant}.py", _FOLDER / "decoder.py"]
-    return _joined(files)
+        files += [_KERNELS / "triton_kernels.py"]
+    parts = {op: _files_of(op) for op in ops}
+    files += [file for op in ops for file in parts[op]]
+    files += [_FOLDER / f"{name}.py" for name in templates] + [_FOLDER / "decoder.py"]
+    return _joined(files, _renamed(parts))
+
+
+def _templates(stack: StackConfig) -> list[str]:
+    """Returns the templates of a variant's layers, its own last."""
+    match stack:
+        case RecurFormerConfig():
+            parts = ["mamba"]
+        case RatConfig():
+            mambas = (isinstance(mixer, MambaMixerConfig) for mixer in stack.pattern)
+            parts = ["mamba"] if any(mambas) else []
+        case _:
+            parts = []
+    return [*parts, TEMPLATES[type(stack)]]
+
+
+def _files_of(op: str) -> list[Path]:
+    folder = _KERNELS / op
+    return [
+        *(folder / "triton_sizes.py", folder / "triton_kernels.py"),
+        _FOLDER / f"scans/{op}.py",
+    ]
+
+
+def _renamed(parts: dict[str, list[Path]]) -> dict[Path, dict[str, str]]:
+    """Returns new names, by file, for what two ops define under one name."""
+    names = {
+        op: {name for file in files for name in _defined_in(file)}
+        for op, files in parts.items()
+    }
+    count = Counter(name for of_op in names.values() for name in of_op)
+    return {
+        file: {name: f"{name}_of_{op}" for name in names[op] if count[name] > 1}
+        for op, files in parts.items()
+        for file in files
+    }
+
+
+def _defined_in(file: Path) -> set[str]:
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {ast.unparse(target) for target in node.targets}
+    return names
 
 
 def auto_source(name: str) -> str:
@@ -350,12 +397,14 @@ def auto_source(name: str) -> str:
     return re.sub(r"^from (\w+_recurjax) import", r"from .\1 import", text, flags=re.M)
 
 
-def _joined(files: list[Path]) -> str:
+def _joined(files: list[Path], renamed: dict[Path, dict[str, str]]) -> str:
     plain: set[str] = set()
     from_modules: dict[str, set[str]] = {}
     bodies, docstrings = [], []
     for file in files:
         text = file.read_text(encoding="utf-8")
+        for old, new in renamed.get(file, {}).items():
+            text = re.sub(rf"\b{old}\b", new, text)
         lines = text.splitlines()
         tree = ast.parse(text)
         docstrings.append(ast.get_docstring(tree) or "")

@@ -2,6 +2,7 @@
 
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
+    MambaMixerConfig,
     MixerConfig,
     RatConfig,
     RatMixerConfig,
@@ -12,6 +13,7 @@ from recurjax.variants.rat.stack import RatStack
 
 __all__ = [
     "AttentionMixerConfig",
+    "MambaMixerConfig",
     "MixerConfig",
     "RatConfig",
     "RatMixerConfig",

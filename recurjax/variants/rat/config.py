@@ -6,6 +6,7 @@ from typing import Literal
 
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
+from recurjax.layers.mamba import MambaConfig, mamba_flops, mamba_weights
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
@@ -171,10 +172,41 @@ class AttentionMixerConfig:
         return length if self.window is None else min(self.window + 1, length)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MambaMixerConfig(MambaConfig):
+    """Mamba over the model width D: RecurFormer's mixer without heads around it."""
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        return mamba_weights(self, width)
+
+    def seen(self, length: int) -> int:
+        """Returns 0: it has no keys."""
+        return 0
+
+
 MixerConfig = (
-    RatMixerConfig | RnnMixerConfig | ReversedRatMixerConfig | AttentionMixerConfig
+    RatMixerConfig
+    | RnnMixerConfig
+    | ReversedRatMixerConfig
+    | AttentionMixerConfig
+    | MambaMixerConfig
 )
 """What mixes tokens in a layer."""
+
+
+def mixing_flops(mixer: MixerConfig, width: int, length: int) -> float:
+    """Counts a mixer's training FLOPs per token at length T.
+
+    6 a weight of every matrix product, and 12 H E a key that a position sees: all T / C
+    chunks for RAT (forward and backward; the causal half is not discounted). RAT's and
+    the RNN's recurrence, 6 H E multiply-adds a token and stream, is left out; Mamba's,
+    N times as large, counts: see `mamba_flops`.
+    """
+    if isinstance(mixer, MambaMixerConfig):
+        return mamba_flops(mixer, width)
+    seen = 12.0 * mixer.heads * mixer.head_width * mixer.seen(length)
+    return 6.0 * mixer.weights(width) + seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,17 +247,12 @@ class RatConfig(StackFacts):
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs per token at length T, without embedding and head.
 
-        6 a weight of every matrix product, and 12 H E a key that a position sees: all
-        T / C chunks for RAT (forward and backward; the causal half is not discounted).
-        The recurrence, 6 H E multiply-adds a token and stream, is left out.
+        6 a weight of the MLPs, and `mixing_flops` of each mixer.
         """
         mlp = self.width * self.mlp.width * (3 if self.mlp.gated else 2)
         repeats = self.layers // len(self.pattern)
-        total = 6.0 * self.layers * mlp
-        for mixer in self.pattern:
-            seen = 12.0 * mixer.heads * mixer.head_width * mixer.seen(length)
-            total += repeats * (6.0 * mixer.weights(self.width) + seen)
-        return total
+        mixing = (mixing_flops(mixer, self.width, length) for mixer in self.pattern)
+        return 6.0 * self.layers * mlp + repeats * sum(mixing)
 
 
 def gate_bias_span(horizon: int) -> float:

@@ -2,7 +2,7 @@
 
 RAT is gated recurrence inside chunks and softmax attention across them; the reversed
 design is the opposite. The RNN runs RAT's recurrence over the entire sequence; the
-attention mixer sees all tokens or a window.
+attention mixer sees all tokens or a window; Mamba is a selective state space model.
 
 Each cache is a NamedTuple for L stacked layers. It has `slots`, 0 for the training
 cache, which keeps nothing, and `position` and `layer`, which the stack sets for each
@@ -43,24 +43,26 @@ from recurjax.layers.attention import (
 )
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import apart, linear
+from recurjax.layers.mamba import Mamba, MambaCache, empty_mamba_cache
 from recurjax.layers.mesh import sequence_shards
-from recurjax.layers.position import rotate
+from recurjax.layers.position import document_starts, rotate
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
+    MambaMixerConfig,
     MixerConfig,
     RatMixerConfig,
     ReversedRatMixerConfig,
     RnnMixerConfig,
     gate_bias_span,
+    mixing_flops,
 )
 from recurjax.variants.rat.recurrence import (
     Alignment,
     align,
     attend_across_chunks,
     attend_within_chunks,
-    document_starts,
     recur_across_chunks,
     rotate_chunks,
     with_ends,
@@ -84,6 +86,15 @@ def state_dtype(dtype):
     """
     # Rounding a state after each token adds up; rounding a key once does not.
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def refuse_documents(mixer: nnx.Module, tokens: Tokens) -> None:
+    """Raises NotImplementedError when tokens on a cache are of several documents."""
+    if tokens.segments is not None:
+        raise NotImplementedError(
+            f"{type(mixer).__name__}: segments work with the training cache (length 0) "
+            "only: leave them out"
+        )
 
 
 class Gate(nnx.Module):
@@ -297,11 +308,7 @@ class RatMixer(nnx.Module):
     def _continue(
         self, x: Array, cache: RatCache, tokens: Tokens
     ) -> tuple[Array, RatCache]:
-        if tokens.segments is not None:
-            raise NotImplementedError(
-                "RatMixer: segments work with the training cache (length 0) only: "
-                "leave them out"
-            )
+        refuse_documents(self, tokens)
         T, C = x.shape[1], self.config.chunk
         if tokens.lengths is None and cache.slots * C < T:
             raise ValueError(
@@ -461,15 +468,10 @@ class RnnMixer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], RnnCache]:
         x_gate, x_v = apart(x, 2)
         gate, v = self.forget_gate.logits(x_gate), project_flat(x_v, self.w_v)
-        starts = document_starts(tokens.segments)
         if cache.slots == 0:
-            h = self._train(gate, v, starts)
-        elif starts is not None:
-            raise NotImplementedError(
-                "RnnMixer: segments work with the training cache (length 0) only: "
-                "leave them out"
-            )
+            h = self._train(gate, v, document_starts(tokens.segments))
         else:
+            refuse_documents(self, tokens)
             # The past is one state; padding at a row's end does not change it.
             before = (read_layer(cache.state, cache.layer),)
             (h,), (final,) = gated_scan(
@@ -557,11 +559,7 @@ class ReversedRatMixer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], ReversedRatCache]:
         if cache.slots == 0:
             return self._train(x, tokens), cache
-        if tokens.segments is not None:
-            raise NotImplementedError(
-                "ReversedRatMixer: segments work with the training cache (length "
-                "0) only: leave them out"
-            )
+        refuse_documents(self, tokens)
         T = x.shape[1]
         rows = align(cache.position, T, tokens.lengths, self.config.chunk)
         x = rows.lay(x)
@@ -721,11 +719,69 @@ class AttentionMixer(nnx.Module):
         return self.attention(x, cache, tokens)
 
 
+class MambaMixerCache(NamedTuple):
+    """Last inputs and states of L layers, in at least float32; width 0 in training."""
+
+    mamba: MambaCache
+    position: Int[Array, " B"]
+    layer: Int[Array, ""]
+
+    @property
+    def slots(self) -> int:
+        """Returns whether anything is kept: 0 or the number of channels."""
+        return self.mamba.state.shape[2]
+
+
+class MambaMixer(nnx.Module):
+    """Mamba over the model width; W_back starts as every mixer's output weight."""
+
+    def __init__(
+        self,
+        config: MambaMixerConfig,
+        width: int,
+        init: InitConfig,
+        *,
+        layer: Array | int,
+        layers: int,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        draw_back = partial(draw_output_weight, layer=layer, layers=layers, config=init)
+        self.mamba = Mamba(config, width, draw_back=draw_back, rngs=rngs)
+
+    def init_cache(
+        self, layers: int, batch: int, length: int, dtype
+    ) -> MambaMixerCache:
+        """Creates an empty cache: its size does not depend on the length, unless 0."""
+        width = self.mamba.width if length else 0
+        one = empty_mamba_cache(self.config, width, batch, dtype)
+        mamba = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), one)
+        return MambaMixerCache(mamba, **start(batch))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: MambaMixerCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], MambaMixerCache]:
+        if cache.slots == 0:
+            if sequence_shards() > 1:
+                sequence_parallel.check(self.config, x.shape[1])
+            starts = document_starts(tokens.segments)
+            y, _ = self.mamba(x, self.mamba.init_cache(x.shape[0]), starts=starts)
+            return y, cache
+        refuse_documents(self, tokens)
+        before = jax.tree.map(lambda h: read_layer(h, cache.layer), cache.mamba)
+        y, after = self.mamba(x, before, lengths=tokens.lengths)
+        written = jax.tree.map(
+            lambda old, h: write_layer(old, cache.layer, h), cache.mamba, after
+        )
+        return y, cache._replace(mamba=written)
+
+
 _MIXERS = {
     RatMixerConfig: RatMixer,
     RnnMixerConfig: RnnMixer,
     ReversedRatMixerConfig: ReversedRatMixer,
     AttentionMixerConfig: AttentionMixer,
+    MambaMixerConfig: MambaMixer,
 }
 
 
@@ -748,8 +804,7 @@ class MixerCost(NamedTuple):
     """The cost of one layer's mixer without its MLP.
 
     Attributes:
-      flops: training FLOPs per token: 6 per weight, and 12 H E per key that a position
-        sees.
+      flops: training FLOPs per token: see `mixing_flops`.
       cache_bytes: bytes of a row's cache of that length: keys, values and float32
         states.
     """
@@ -775,9 +830,7 @@ def mixer_cost(
     )
     # As shapes: a row of 65,536 tokens is not made to count its bytes.
     cache = jax.eval_shape(lambda: layer.init_cache(1, 1, length, dtype))
-    # 12 H E a key: two products forward and four backward, two FLOPs each.
-    seen = 12.0 * mixer.heads * mixer.head_width * mixer.seen(length)
     return MixerCost(
-        flops=6.0 * mixer.weights(width) + seen,
+        flops=mixing_flops(mixer, width, length),
         cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
     )

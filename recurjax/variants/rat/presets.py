@@ -13,6 +13,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import Rope
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
+    MambaMixerConfig,
     MixerConfig,
     RatConfig,
     RatMixerConfig,
@@ -65,6 +66,11 @@ def attention(
     return AttentionMixerConfig(attention=layer, window=window)
 
 
+def mamba(*, width: int) -> MambaMixerConfig:
+    """Returns Mamba with its authors' sizes: 2 D channels, a step of rank D / 16."""
+    return MambaMixerConfig(dt_rank=-(-width // 16))
+
+
 def reversed_rat(
     *,
     width: int,
@@ -111,7 +117,7 @@ def without_positions(config: RatConfig) -> RatConfig:
     """Returns the NoPE form: positions in window layers only."""
 
     def strip(mixer: MixerConfig) -> MixerConfig:
-        if isinstance(mixer, RnnMixerConfig):
+        if isinstance(mixer, RnnMixerConfig | MambaMixerConfig):
             return mixer
         if isinstance(mixer, AttentionMixerConfig):
             if mixer.window is not None:

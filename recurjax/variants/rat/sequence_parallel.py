@@ -23,6 +23,7 @@ from recurjax.layers.position import Alibi
 from recurjax.types import Array
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
+    MambaMixerConfig,
     MixerConfig,
     RatConfig,
     RatMixerConfig,
@@ -193,6 +194,8 @@ def _obstacle(mixer: MixerConfig, part: int) -> str | None:
                 )
         case ReversedRatMixerConfig():
             return "the reversed design does not run over sequence shards"
+        case MambaMixerConfig():
+            return "Mamba does not run over sequence shards"
         case AttentionMixerConfig():
             layer = mixer.attention
             if layer.soft_cap is not None or isinstance(layer.position, Alibi):

@@ -11,6 +11,7 @@ from recurjax.layers.position import Rope
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.variants.rat import (
+    MambaMixerConfig,
     MixerConfig,
     RatConfig,
     RatMixerConfig,
@@ -42,6 +43,7 @@ def rat(**options) -> RatMixerConfig:
 
 
 WINDOW = presets.attention(width=WIDTH, heads=HEADS, window=3)
+MAMBA = MambaMixerConfig(state=3, dt_rank=2)
 
 SWITCHES = {
     "rat": small(rat()),
@@ -69,6 +71,12 @@ SWITCHES = {
             output_rank=3,
         )
     ),
+    "mamba": small(MAMBA),
+    "attention_beside_mamba": small(
+        presets.attention(width=WIDTH, heads=HEADS),
+        MambaMixerConfig(conv=2, state=5, dt_rank=3, expand=3),
+    ),
+    "rat_beside_mamba": small(rat(), MAMBA),
 }
 
 

@@ -26,7 +26,13 @@ from tests.variants.rat.switches import (
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = frozenset({"no_positions_chunk_of_one"})
+    slow = frozenset(
+        {
+            "no_positions_chunk_of_one",
+            "attention_beside_mamba",
+            "rat_beside_mamba",
+        }
+    )
     first = "rat"
 
     def documents(self, config):

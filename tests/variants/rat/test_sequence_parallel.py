@@ -137,6 +137,7 @@ def test_what_cannot_be_cut_says_why():
         "a chunk of 4 tokens must not cross shards of 6": (ALL, 24),
         "a window of 3 tokens must not be longer than a shard of 2": (small(WINDOW), 8),
         "the reversed design does not run": (SWITCHES["reversed"], 32),
+        "Mamba does not run over sequence shards": (SWITCHES["rat_beside_mamba"], 32),
     }
     for reason, (model, length) in by_name.items():
         assert reason in cut(model.stack, length)
@@ -148,7 +149,7 @@ def test_what_cannot_be_cut_says_why():
     assert "implementation cudnn does not run" in cut(small(bound).stack, 32)
 
 
-@pytest.mark.parametrize("name", ["rat", "rnn", "reversed"])
+@pytest.mark.parametrize("name", ["rat", "rnn", "reversed", "mamba"])
 def test_a_call_that_cannot_be_cut_is_an_error(name):
     length = 31 if name == "rnn" else 24
     model = build(SWITCHES[name])

@@ -25,6 +25,7 @@ from layers import (
     visible_keys,
     wide,
 )
+from mamba import Mamba
 from torch import Tensor, nn
 
 
@@ -193,6 +194,17 @@ class ReversedRatMixer(Mixer):
         return gate * earlier + (1 - gate) * a
 
 
+class MambaMixer(nn.Module):
+    """Mamba over the model width."""
+
+    def __init__(self, config: Config, width: int):
+        super().__init__()
+        self.mamba = Mamba(config, width)
+
+    def forward(self, x: Tensor, tokens: Tokens, state: State | None) -> Tensor:
+        return self.mamba(x, tokens, {} if state is None else state)
+
+
 class AttentionMixer(nn.Module):
     """Attention over all tokens or a window of them."""
 
@@ -209,6 +221,7 @@ MIXERS = {
     "RnnMixerConfig": RnnMixer,
     "ReversedRatMixerConfig": ReversedRatMixer,
     "AttentionMixerConfig": AttentionMixer,
+    "MambaMixerConfig": MambaMixer,
 }
 
 

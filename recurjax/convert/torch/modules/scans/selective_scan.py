@@ -21,7 +21,7 @@ from pallas_kernels.selective_scan.triton_sizes import (
     refusal_of_sizes,
 )
 
-NO_STEP = -1e30
+SKIPPED = -1e30
 """Of dt where the state stays as it is: its step is exactly 0."""
 CHUNK = 16
 """Positions between two states that are kept for the backward pass."""
