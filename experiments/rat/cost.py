@@ -15,7 +15,7 @@ from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_figure
 from recurjax.variants.rat import MixerConfig, presets
-from recurjax.variants.rat.mixers import MixerCost, mixer_cost
+from recurjax.variants.rat.stack import MixerCost, mixer_cost
 
 WIDTH = 2048
 LENGTHS = (1024, 4096, 16384, 65536, 262144)

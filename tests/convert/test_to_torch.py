@@ -56,7 +56,12 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
-from recurjax.variants.rat import MambaMixerConfig, RatMixerConfig, presets
+from recurjax.variants.rat import (
+    MambaMixerConfig,
+    RatMixerConfig,
+    RecurrentLayerConfig,
+    presets,
+)
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.relaxed_recursive_transformer import (
@@ -181,6 +186,15 @@ STACKS = {
         presets.rat(**SIZE, chunk=5),
         MambaMixerConfig(state=3, dt_rank=5),
         layers=4,
+        width=WIDTH,
+    ),
+    "rat_with_rt_layers": presets.stack(
+        RecurrentLayerConfig(
+            heads=4, key_heads=2, head_width=4, position=Rope(fraction=0.5), block=3
+        ),
+        presets.attention(**SIZE, window=6),
+        presets.recurrent(**SIZE),
+        layers=3,
         width=WIDTH,
     ),
     "recurformer": RecurFormerConfig(

@@ -29,6 +29,7 @@ VARIANTS = {
     "latent_recurrent_transformer": (latent, "shared"),
     "rat": (rat, "rat"),
     "mamba": (rat, "rat_beside_mamba"),
+    "rt_in_a_pattern": (rat, "rat_beside_rt"),
     "relaxed_recursive_transformer": (recursive, "cycle, untied, rank 3, rings"),
     "recurformer": (recurformer, "ragged_groups"),
 }

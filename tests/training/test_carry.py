@@ -78,6 +78,7 @@ MODELS = {
     ),
     "rat reversed": (rat.build, rat.SWITCHES["reversed"], ONE_PASS),
     "rnn": (rat.build, rat.SWITCHES["rnn"], ONE_PASS),
+    "rat, mamba and rt": (rat.build, rat.small(rat.rat(), rat.MAMBA, rat.RT), ONE_PASS),
     "mamba": (
         recurformer.build,
         recurformer.small(((0, 1, 2, 3),) * 2),

@@ -59,7 +59,7 @@ from recurjax.training.run import LoadedRun
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
-from recurjax.variants.rat import MambaMixerConfig, RatConfig
+from recurjax.variants.rat import MambaMixerConfig, RatConfig, RecurrentLayerConfig
 from recurjax.variants.recurformer import RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.relaxed_recursive_transformer import (
@@ -322,7 +322,7 @@ _SCANS = {"rat": "gated_scan", "mamba": "selective_scan"}
 
 _FOLDER = Path(__file__).parent / "modules"
 _KERNELS = Path(pallas_kernels.__file__).parent
-_LOCAL = ("layers", "variant", "kernels", "mamba", *_SCANS.values())
+_LOCAL = ("layers", "variant", "kernels", "mamba", "recurrent_block", *_SCANS.values())
 HF_REFERENCE = _FOLDER / "hf_reference.py"
 """The script that runs a Hugging Face model in transformers."""
 
@@ -342,18 +342,26 @@ def torch_source(stack: StackConfig) -> str:
         files += [_KERNELS / "triton_kernels.py"]
     parts = {op: _files_of(op) for op in ops}
     files += [file for op in ops for file in parts[op]]
-    files += [_FOLDER / f"{name}.py" for name in templates] + [_FOLDER / "decoder.py"]
+    *shared, variant = templates
+    files += [_FOLDER / f"shared/{name}.py" for name in shared]
+    files += [_FOLDER / f"{variant}.py", _FOLDER / "decoder.py"]
     return _joined(files, _renamed(parts))
 
 
 def _templates(stack: StackConfig) -> list[str]:
-    """Returns the templates of a variant's layers, its own last."""
+    """Returns the templates of a variant: those of modules/shared/, its own last."""
     match stack:
         case RecurFormerConfig():
             parts = ["mamba"]
+        case RecurrentTransformerConfig():
+            parts = ["recurrent_block"]
         case RatConfig():
-            mambas = (isinstance(mixer, MambaMixerConfig) for mixer in stack.pattern)
-            parts = ["mamba"] if any(mambas) else []
+            of_place = {
+                MambaMixerConfig: "mamba",
+                RecurrentLayerConfig: "recurrent_block",
+            }
+            kinds = {type(place) for place in stack.pattern}
+            parts = [name for kind, name in of_place.items() if kind in kinds]
         case _:
             parts = []
     return [*parts, TEMPLATES[type(stack)]]

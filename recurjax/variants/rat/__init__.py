@@ -4,8 +4,10 @@ from recurjax.variants.rat.config import (
     AttentionMixerConfig,
     MambaMixerConfig,
     MixerConfig,
+    PlaceConfig,
     RatConfig,
     RatMixerConfig,
+    RecurrentLayerConfig,
     ReversedRatMixerConfig,
     RnnMixerConfig,
 )
@@ -15,9 +17,11 @@ __all__ = [
     "AttentionMixerConfig",
     "MambaMixerConfig",
     "MixerConfig",
+    "PlaceConfig",
     "RatConfig",
     "RatMixerConfig",
     "RatStack",
+    "RecurrentLayerConfig",
     "ReversedRatMixerConfig",
     "RnnMixerConfig",
 ]

@@ -12,6 +12,7 @@ from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
 from recurjax.layers.stack import Remat, StackFacts
 from recurjax.ranges import NonNegativeInt, PositiveInt, RangeChecks, check_ranges
+from recurjax.variants.recurrent_transformer.config import LayerSwitches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,11 +147,7 @@ class AttentionMixerConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        if isinstance(self.attention.position, LearnedPositions):
-            raise ValueError(
-                "AttentionMixerConfig: position must not be learned, which only "
-                "TransformerConfig supports: use rope or ALiBi"
-            )
+        _refuse_learned_positions(self)
 
     @property
     def heads(self) -> int:
@@ -195,7 +192,24 @@ MixerConfig = (
 """What mixes tokens in a layer."""
 
 
-def mixing_flops(mixer: MixerConfig, width: int, length: int) -> float:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentLayerConfig(LayerSwitches):
+    """A Recurrent Transformer layer, in the place of a mixer and its MLP.
+
+    Keys and values come from the layer's own output. The stack's norm, MLP and init
+    serve it as every layer.
+    """
+
+    def __post_init__(self):
+        LayerSwitches.__post_init__(self)
+        _refuse_learned_positions(self)
+
+
+PlaceConfig = MixerConfig | RecurrentLayerConfig
+"""A place of the pattern: a mixer, which an MLP follows, or a complete layer."""
+
+
+def mixing_flops(mixer: PlaceConfig, width: int, length: int) -> float:
     """Counts a mixer's training FLOPs per token at length T.
 
     6 a weight of every matrix product, and 12 H E a key that a position sees: all T / C
@@ -211,13 +225,13 @@ def mixing_flops(mixer: MixerConfig, width: int, length: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RatConfig(StackFacts):
-    """A stack of L layers, each a mixer and an MLP.
+    """A stack of L layers, each a mixer and an MLP, or a Recurrent Transformer layer.
 
     Attributes:
       layers: L, the number of layers.
       width: D, the model width.
       pattern: the mixers of layers 0, 1, ..., repeated over the stack; the number of
-        mixers divides L.
+        places divides L.
       mlp: the feed-forward part of every layer.
       norm: the norm before both branches.
       init: distribution of the initial weights.
@@ -229,7 +243,7 @@ class RatConfig(StackFacts):
 
     layers: PositiveInt
     width: PositiveInt
-    pattern: tuple[MixerConfig, ...]
+    pattern: tuple[PlaceConfig, ...]
     mlp: MlpConfig
     norm: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
@@ -272,3 +286,14 @@ def _check_heads(config: RatMixerConfig | ReversedRatMixerConfig) -> None:
         )
     if config.position is not None:
         rotary_width(config.head_width, config.position)
+
+
+def _refuse_learned_positions(
+    config: AttentionMixerConfig | RecurrentLayerConfig,
+) -> None:
+    layer = config.attention if isinstance(config, AttentionMixerConfig) else config
+    if isinstance(layer.position, LearnedPositions):
+        raise ValueError(
+            f"{type(config).__name__}: position must not be learned, for which "
+            "RatConfig has no table: use rope or ALiBi"
+        )

@@ -10,7 +10,7 @@ layer and moves after the last one.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,6 @@ from recurjax.variants.rat.config import (
     ReversedRatMixerConfig,
     RnnMixerConfig,
     gate_bias_span,
-    mixing_flops,
 )
 from recurjax.variants.rat.recurrence import (
     Alignment,
@@ -793,44 +792,8 @@ def make_mixer(
     layer: Array | int,
     layers: int,
     rngs: nnx.Rngs,
-) -> nnx.Module:
+) -> RatMixer | RnnMixer | ReversedRatMixer | AttentionMixer | MambaMixer:
     """Builds the module of a mixer's config for layer `layer` of `layers`."""
     # A mixer is known by its config's class, as a stack is.
     build = _MIXERS[type(mixer)]
     return build(mixer, width, init, layer=layer, layers=layers, rngs=rngs)
-
-
-class MixerCost(NamedTuple):
-    """The cost of one layer's mixer without its MLP.
-
-    Attributes:
-      flops: training FLOPs per token: see `mixing_flops`.
-      cache_bytes: bytes of a row's cache of that length: keys, values and float32
-        states.
-    """
-
-    flops: float
-    cache_bytes: int
-
-
-def mixer_cost(
-    mixer: MixerConfig, *, width: int, length: int, dtype: Any = "bfloat16"
-) -> MixerCost:
-    """Counts a mixer's cost; nothing is allocated.
-
-    Args:
-      mixer: its config.
-      width: D.
-      length: T, in tokens.
-      dtype: dtype of the cached keys and values.
-    """
-    build = partial(make_mixer, mixer, width, InitConfig(), layer=0, layers=1)
-    layer: Any = jax.eval_shape(
-        lambda key: build(rngs=nnx.Rngs(key)), jax.random.key(0)
-    )
-    # As shapes: a row of 65,536 tokens is not made to count its bytes.
-    cache = jax.eval_shape(lambda: layer.init_cache(1, 1, length, dtype))
-    return MixerCost(
-        flops=mixing_flops(mixer, width, length),
-        cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
-    )

@@ -14,15 +14,16 @@ from recurjax.layers.position import Rope
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
     MambaMixerConfig,
-    MixerConfig,
+    PlaceConfig,
     RatConfig,
     RatMixerConfig,
+    RecurrentLayerConfig,
     ReversedRatMixerConfig,
     RnnMixerConfig,
 )
 
 
-def stack(*pattern: MixerConfig, layers: int, width: int) -> RatConfig:
+def stack(*pattern: PlaceConfig, layers: int, width: int) -> RatConfig:
     """Returns L layers that repeat the pattern."""
     return RatConfig(
         layers=layers,
@@ -71,6 +72,13 @@ def mamba(*, width: int) -> MambaMixerConfig:
     return MambaMixerConfig(dt_rank=-(-width // 16))
 
 
+def recurrent(*, width: int, heads: int) -> RecurrentLayerConfig:
+    """Returns the Recurrent Transformer's layer with its paper's switches."""
+    return RecurrentLayerConfig(
+        heads=heads, key_heads=heads, head_width=_head_width(width, heads)
+    )
+
+
 def reversed_rat(
     *,
     width: int,
@@ -116,7 +124,7 @@ def balanced_rank(width: int, heads: int, groups: int) -> int:
 def without_positions(config: RatConfig) -> RatConfig:
     """Returns the NoPE form: positions in window layers only."""
 
-    def strip(mixer: MixerConfig) -> MixerConfig:
+    def strip(mixer: PlaceConfig) -> PlaceConfig:
         if isinstance(mixer, RnnMixerConfig | MambaMixerConfig):
             return mixer
         if isinstance(mixer, AttentionMixerConfig):

@@ -24,9 +24,10 @@ from recurjax.types import Array
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
     MambaMixerConfig,
-    MixerConfig,
+    PlaceConfig,
     RatConfig,
     RatMixerConfig,
+    RecurrentLayerConfig,
     ReversedRatMixerConfig,
 )
 
@@ -39,7 +40,7 @@ def obstacle(config: RatConfig, length: int, count: int) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def check(mixer: MixerConfig, length: int) -> None:
+def check(mixer: PlaceConfig, length: int) -> None:
     """Raises ValueError when rows of `length` tokens cannot be sharded."""
     count = sequence_shards()
     reason = f"a row of {length} tokens does not divide into {count} shards"
@@ -184,7 +185,7 @@ def _window_part(q, k, v, documents, scale: float, window: int, shard: SequenceS
     )
 
 
-def _obstacle(mixer: MixerConfig, part: int) -> str | None:
+def _obstacle(mixer: PlaceConfig, part: int) -> str | None:
     match mixer:
         case RatMixerConfig():
             if part % mixer.chunk:
@@ -196,6 +197,8 @@ def _obstacle(mixer: MixerConfig, part: int) -> str | None:
             return "the reversed design does not run over sequence shards"
         case MambaMixerConfig():
             return "Mamba does not run over sequence shards"
+        case RecurrentLayerConfig():
+            return "a Recurrent Transformer layer does not run over sequence shards"
         case AttentionMixerConfig():
             layer = mixer.attention
             if layer.soft_cap is not None or isinstance(layer.position, Alibi):

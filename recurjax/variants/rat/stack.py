@@ -1,14 +1,16 @@
-"""The RAT stack: blocks of a mixer and an MLP, a scan over repeats of the pattern."""
+"""The RAT stack: a scan over repeats of a pattern of blocks, and what a place costs."""
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from recurjax.layers.mesh import SEQUENCE_AXIS, refuse_stages
-from recurjax.layers.mlp import Mlp
+from recurjax.layers.mlp import Mlp, MlpConfig
 from recurjax.layers.norm import Norm
 from recurjax.layers.stack import (
     CacheRows,
@@ -20,11 +22,13 @@ from recurjax.layers.stack import (
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.rat.config import (
     MixerConfig,
+    PlaceConfig,
     RatConfig,
+    RecurrentLayerConfig,
+    mixing_flops,
 )
-from recurjax.variants.rat.mixers import (
-    make_mixer,
-)
+from recurjax.variants.rat.mixers import make_mixer
+from recurjax.variants.rat.recurrent_layer import RecurrentBlock
 from recurjax.variants.rat.sequence_parallel import obstacle
 
 
@@ -54,6 +58,10 @@ class RatBlock(nnx.Module):
         y = x + mixed
         return y + self.mlp(self.mlp_norm(y)), cache
 
+    def init_cache(self, layers: int, batch: int, length: int, dtype) -> Cache:
+        """Creates the mixer's empty cache for `layers` layers."""
+        return self.mixer.init_cache(layers, batch, length, dtype)
+
 
 class RatStack(CacheRows, nnx.Module):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
@@ -61,9 +69,13 @@ class RatStack(CacheRows, nnx.Module):
     def __init__(self, config: RatConfig, *, rngs: nnx.Rngs):
         self.config = config
 
-        def block(place: int, layer: Array, rngs: nnx.Rngs) -> RatBlock:
-            mixer = config.pattern[place]
-            return RatBlock(config, mixer=mixer, layer=layer, rngs=rngs)
+        def block(
+            number: int, layer: Array, rngs: nnx.Rngs
+        ) -> RatBlock | RecurrentBlock:
+            place = config.pattern[number]
+            if isinstance(place, RecurrentLayerConfig):
+                return RecurrentBlock(config, place=place, layer=layer, rngs=rngs)
+            return RatBlock(config, mixer=place, layer=layer, rngs=rngs)
 
         self.blocks = nnx.List(
             make_blocks(
@@ -80,8 +92,8 @@ class RatStack(CacheRows, nnx.Module):
         """
         repeats = self.config.layers // len(self.config.pattern)
         groups = tuple(
-            # Each mixer has a cache of its own kind; the repeats are stacked within it.
-            block.mixer.init_cache(repeats, batch, length, dtype)
+            # Each place has a cache of its own kind; the repeats are stacked within it.
+            block.init_cache(repeats, batch, length, dtype)
             for block in self.blocks
         )
         return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
@@ -113,3 +125,41 @@ class RatStack(CacheRows, nnx.Module):
         """Yields what enters the first layer, and what leaves each."""
         cache = self.init_cache(x.shape[0], 0, x.dtype)
         return layer_states(self.blocks, x, cache, tokens)
+
+
+class MixerCost(NamedTuple):
+    """The cost of one place of the pattern without its MLP.
+
+    Attributes:
+      flops: training FLOPs per token: see `mixing_flops`.
+      cache_bytes: bytes of a row's cache of that length: keys, values and float32
+        states.
+    """
+
+    flops: float
+    cache_bytes: int
+
+
+def mixer_cost(
+    mixer: PlaceConfig, *, width: int, length: int, dtype: Any = "bfloat16"
+) -> MixerCost:
+    """Counts a mixer's cost; nothing is allocated.
+
+    Args:
+      mixer: its config.
+      width: D.
+      length: T, in tokens.
+      dtype: dtype of the cached keys and values.
+    """
+    config = RatConfig(
+        layers=1, width=width, pattern=(mixer,), mlp=MlpConfig(width=width)
+    )
+    one: Any = jax.eval_shape(
+        lambda key: RatStack(config, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    # As shapes: a row of 65,536 tokens is not made to count its bytes.
+    [cache] = jax.eval_shape(lambda: one.init_cache(1, length, dtype)).groups
+    return MixerCost(
+        flops=mixing_flops(mixer, width, length),
+        cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+    )

@@ -1,18 +1,28 @@
-"""The parameters of one Recurrent Transformer layer, and the op's view of them."""
+"""The parameters of Recurrent Transformer layers, and the op that runs them."""
 
 from typing import cast
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
+from pallas_kernels.recurrent_prefill import (
+    LayerSpec,
+    LayerWeights,
+    RecurrentCache,
+    Rows,
+    recurrent_prefill,
+)
 from pallas_kernels.recurrent_prefill.call import Dtype
 from recurjax.layers.attention import AttentionConfig, SelfAttention
-from recurjax.layers.linear import plain
+from recurjax.layers.linear import count_adapters, plain, rows_of, with_adapter
+from recurjax.layers.mesh import keep_slots_apart
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Alibi, Rope, rotary_width
 from recurjax.layers.stack import residual_scale
-from recurjax.types import Array
+from recurjax.types import Array, Tokens
 from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
 
 
@@ -42,6 +52,63 @@ class RecurrentTransformerBlock(nnx.Module):
         )
         self.mlp_norm = None if config.norm is None else Norm(config.norm, D)
         self.mlp = Mlp(config.mlp, D, init, rngs=rngs, **depth)
+
+
+def run_layers(
+    config: RecurrentTransformerConfig,
+    blocks: RecurrentTransformerBlock,
+    x: Float[Array, "B T D"],
+    cache: RecurrentCache,
+    tokens: Tokens,
+) -> tuple[Float[Array, "B T D"], RecurrentCache]:
+    """Runs T more positions through stacked blocks, also of several adapters.
+
+    Raises:
+      NotImplementedError: segments with a real cache.
+    """
+    rows = rows_of(blocks)
+    if rows is None:
+        return _run(config, blocks, x, cache, tokens)
+    # The op reads one matrix for all rows, so it runs once for each adapter that any
+    # row has; the other rows are then of length 0.
+    B, T, _ = x.shape
+    lengths = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
+
+    def turn(number, state):
+        having = rows == number
+
+        def run():
+            some = tokens._replace(lengths=jnp.where(having, lengths, 0))
+            z, cache = _run(config, with_adapter(blocks, number), x, state[1], some)
+            return jnp.where(having[:, None, None], z, state[0]), cache
+
+        reads = jnp.any(having & (lengths > 0))
+        return jax.lax.cond(reads, run, lambda: state)
+
+    return jax.lax.fori_loop(0, count_adapters(blocks), turn, (x, cache))
+
+
+def _run(
+    config: RecurrentTransformerConfig,
+    blocks: RecurrentTransformerBlock,
+    x: Float[Array, "B T D"],
+    cache: RecurrentCache,
+    tokens: Tokens,
+) -> tuple[Float[Array, "B T D"], RecurrentCache]:
+    z, cache = recurrent_prefill(
+        # The residual stream crosses positions here, so it stays in at least float32.
+        x.astype(jnp.promote_types(x.dtype, jnp.float32)),
+        weights_of(blocks),
+        cache,
+        spec=spec_of(config, x.dtype.name),
+        rows=Rows(lengths=tokens.lengths, segments=tokens.segments),
+        schedule=config.schedule,
+        tile=config.tile,
+    )
+    if cache.slots:
+        keys, values = keep_slots_apart(cache.keys), keep_slots_apart(cache.values)
+        cache = cache._replace(keys=keys, values=values)
+    return z.astype(x.dtype), cache
 
 
 def weights_of(blocks: RecurrentTransformerBlock) -> LayerWeights:

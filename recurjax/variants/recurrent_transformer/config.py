@@ -18,17 +18,13 @@ from recurjax.ranges import PositiveInt, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecurrentTransformerConfig(StackFacts):
-    """A stack of L Recurrent Transformer layers; the defaults are the paper's.
+class LayerSwitches:
+    """The parts of a layer other than its norms and MLP; the defaults are the paper's.
 
     Attributes:
-      layers: L, the number of layers.
-      width: D, the model width.
       heads: H, the number of query heads.
       key_heads: K, the number of key and value heads, a divisor of H.
       head_width: E, the width of a head.
-      mlp: the feed-forward part of every layer.
-      norm: norm before both branches; None: none, the theory's norm-free layer.
       position: position encoding; None: none. Learned positions are added to the
         stack's input.
       qk_norm: norm of queries and keys over all heads together; None: none.
@@ -38,10 +34,62 @@ class RecurrentTransformerConfig(StackFacts):
         1/sqrt(L) (the paper), or "one" (the authors' code).
       normed_persistent: project the persistent keys and values from norm(z); off: from
         z itself, the paper's ablation.
-      init: distribution of the initial weights.
       block: block size c: keys and values are temporary within a block of c positions
         and persistent across blocks. 1 is the paper's layer; the sequence length gives
         a Transformer.
+    """
+
+    heads: PositiveInt
+    key_heads: PositiveInt
+    head_width: PositiveInt
+    position: PositionConfig | None = field(default_factory=Alibi)
+    qk_norm: NormConfig | None = field(default_factory=NormConfig)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    residual_scale: Literal["inverse_sqrt_depth", "one"] = "inverse_sqrt_depth"
+    normed_persistent: bool = True
+    block: PositiveInt = 1
+
+    def __post_init__(self):
+        check_ranges(self)
+        kind = type(self).__name__
+        if self.heads % self.key_heads:
+            raise ValueError(
+                f"{kind}: key_heads must divide heads, got {self.key_heads} and "
+                f"{self.heads}"
+            )
+        # Raises where the rotated width would be odd, now and not in the first step.
+        if isinstance(self.position, Rope):
+            rotary_width(self.head_width, self.position)
+            if self.position.scaling is not None:
+                raise ValueError(
+                    f"{kind}: position.scaling must be None, which is all that the "
+                    f"op's rope supports, got {type(self.position.scaling).__name__}"
+                )
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its projections.
+
+        Queries and output H E each; keys and values K E each, projected from x and from
+        z.
+        """
+        return width * self.head_width * (2 * self.heads + 4 * self.key_heads)
+
+    def seen(self, length: int) -> int:
+        """Counts the keys of a position, at most, in a sequence of T."""
+        return length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentTransformerConfig(LayerSwitches, StackFacts):
+    """A stack of L Recurrent Transformer layers; the defaults are the paper's.
+
+    Attributes:
+      layers: L, the number of layers.
+      width: D, the model width.
+      mlp: the feed-forward part of every layer.
+      norm: norm before both branches; None: none, the theory's norm-free layer.
+      init: distribution of the initial weights.
       schedule: order of the computation, which changes the result by rounding only:
         "naive", "prefix" or "wavefront", as in `recurrent_prefill`; None: the fastest
         expected.
@@ -51,29 +99,14 @@ class RecurrentTransformerConfig(StackFacts):
 
     layers: PositiveInt
     width: PositiveInt
-    heads: PositiveInt
-    key_heads: PositiveInt
-    head_width: PositiveInt
     mlp: MlpConfig
     norm: NormConfig | None = field(default_factory=NormConfig)
-    position: PositionConfig | None = field(default_factory=Alibi)
-    qk_norm: NormConfig | None = field(default_factory=NormConfig)
-    qkv_bias: bool = False
-    out_bias: bool = False
-    residual_scale: Literal["inverse_sqrt_depth", "one"] = "inverse_sqrt_depth"
-    normed_persistent: bool = True
     init: InitConfig = field(default_factory=InitConfig)
-    block: PositiveInt = 1
     schedule: Literal["naive", "prefix", "wavefront"] | None = None
     tile: PositiveInt | None = None
 
     def __post_init__(self):
-        check_ranges(self)
-        if self.heads % self.key_heads:
-            raise ValueError(
-                "RecurrentTransformerConfig: key_heads must divide heads, got "
-                f"{self.key_heads} and {self.heads}"
-            )
+        LayerSwitches.__post_init__(self)
         # A tile reads the prefix once: a block must not straddle two of them.
         if self.tile is not None and self.tile % self.block:
             raise ValueError(
@@ -85,15 +118,6 @@ class RecurrentTransformerConfig(StackFacts):
                 "RecurrentTransformerConfig: tile must be None with the naive "
                 f"schedule, got {self.tile}"
             )
-        # Raises where the rotated width would be odd, now and not in the first step.
-        if isinstance(self.position, Rope):
-            rotary_width(self.head_width, self.position)
-            if self.position.scaling is not None:
-                raise ValueError(
-                    "RecurrentTransformerConfig: position.scaling must be None, which "
-                    "is all that the op's rope supports, got "
-                    f"{type(self.position.scaling).__name__}"
-                )
 
     @property
     def max_length(self) -> int | None:
@@ -107,12 +131,9 @@ class RecurrentTransformerConfig(StackFacts):
         from z), and 12 H E T a layer for attention, as for the Transformer.
         """
         D, E = self.width, self.head_width
-        # Queries and output H E each; keys and values K E each, projected from x and
-        # from z.
-        projections = D * E * (2 * self.heads + 4 * self.key_heads)
         mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
         return self.layers * (
-            6.0 * (projections + mlp) + 12.0 * self.heads * E * length
+            6.0 * (self.weights(D) + mlp) + 12.0 * self.heads * E * length
         )
 
 

@@ -15,8 +15,7 @@ from pallas_kernels.recurrent_prefill import (
     empty_cache,
     recurrent_prefill,
 )
-from recurjax.layers.linear import count_adapters, rows_of, with_adapter
-from recurjax.layers.mesh import STAGE_AXIS, keep_slots_apart, refuse_sequence
+from recurjax.layers.mesh import STAGE_AXIS, refuse_sequence
 from recurjax.layers.position import (
     check_cache_length,
     learned_positions,
@@ -26,6 +25,7 @@ from recurjax.layers.stack import CacheRows
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurrent_transformer.block import (
     RecurrentTransformerBlock,
+    run_layers,
     spec_of,
     weights_of,
 )
@@ -94,50 +94,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
           NotImplementedError: segments with a real cache.
         """
         x = self._placed(x, cache)
-        rows = rows_of(self.blocks)
-        if rows is None:
-            return self._run(self.blocks, x, cache, tokens)
-        # The op reads one matrix for all rows, so it runs once for each adapter that
-        # any row has; the other rows are then of length 0.
-        B, T, _ = x.shape
-        lengths = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
-
-        def turn(number, state):
-            having = rows == number
-
-            def run():
-                blocks = with_adapter(self.blocks, number)
-                some = tokens._replace(lengths=jnp.where(having, lengths, 0))
-                z, cache = self._run(blocks, x, state[1], some)
-                return jnp.where(having[:, None, None], z, state[0]), cache
-
-            reads = jnp.any(having & (lengths > 0))
-            return jax.lax.cond(reads, run, lambda: state)
-
-        return jax.lax.fori_loop(0, count_adapters(self.blocks), turn, (x, cache))
-
-    def _run(
-        self,
-        blocks: RecurrentTransformerBlock,
-        x: Float[Array, "B T D"],
-        cache: RecurrentCache,
-        tokens: Tokens,
-    ) -> tuple[Float[Array, "B T D"], RecurrentCache]:
-        z, cache = recurrent_prefill(
-            # The residual stream crosses positions here, so it stays in at least
-            # float32.
-            x.astype(jnp.promote_types(x.dtype, jnp.float32)),
-            weights_of(blocks),
-            cache,
-            spec=spec_of(self.config, x.dtype.name),
-            rows=Rows(lengths=tokens.lengths, segments=tokens.segments),
-            schedule=self.config.schedule,
-            tile=self.config.tile,
-        )
-        if cache.slots:
-            keys, values = keep_slots_apart(cache.keys), keep_slots_apart(cache.values)
-            cache = cache._replace(keys=keys, values=values)
-        return z.astype(x.dtype), cache
+        return run_layers(self.config, self.blocks, x, cache, tokens)
 
     def layer_states(
         self, x: Float[Array, "B T D"], tokens: Tokens

@@ -27,7 +27,7 @@ VARIANTS = {
         rat,
         rat.small(rat.RnnMixerConfig(heads=2, head_width=6, gate_horizon=13), layers=2),
     ),
-    "rat_and_mamba": (rat, rat.small(rat.rat(), rat.MAMBA, layers=2)),
+    "rat_mamba_and_rt": (rat, rat.small(rat.rat(), rat.MAMBA, rat.RT, layers=3)),
     "latent_recurrent_transformer": (latent, latent.SWITCHES["shared"]),
     "relaxed_recursive_transformer": (
         transformer,

@@ -74,6 +74,7 @@ def greedy(model) -> list[int]:
         "recurrent_transformer",
         pytest.param("recurformer", marks=pytest.mark.slow),
         pytest.param("rat", marks=pytest.mark.slow),
+        pytest.param("rat_mamba_and_rt", marks=pytest.mark.slow),
         pytest.param("latent_recurrent_transformer", marks=pytest.mark.slow),
         pytest.param("relaxed_recursive_transformer", marks=pytest.mark.slow),
     ],

@@ -15,6 +15,7 @@ from recurjax.variants.rat import (
     MixerConfig,
     RatConfig,
     RatMixerConfig,
+    RecurrentLayerConfig,
     ReversedRatMixerConfig,
     RnnMixerConfig,
     presets,
@@ -44,6 +45,7 @@ def rat(**options) -> RatMixerConfig:
 
 WINDOW = presets.attention(width=WIDTH, heads=HEADS, window=3)
 MAMBA = MambaMixerConfig(state=3, dt_rank=2)
+RT = RecurrentLayerConfig(heads=HEADS, key_heads=HEADS, head_width=4)
 
 SWITCHES = {
     "rat": small(rat()),
@@ -77,6 +79,20 @@ SWITCHES = {
         MambaMixerConfig(conv=2, state=5, dt_rank=3, expand=3),
     ),
     "rat_beside_mamba": small(rat(), MAMBA),
+    "attention_beside_rt": small(
+        presets.attention(width=WIDTH, heads=HEADS),
+        RecurrentLayerConfig(
+            heads=HEADS,
+            key_heads=2,
+            head_width=4,
+            position=Rope(base=100.0),
+            qkv_bias=True,
+            out_bias=True,
+            residual_scale="one",
+            block=2,
+        ),
+    ),
+    "rat_beside_rt": small(rat(), RT),
 }
 
 

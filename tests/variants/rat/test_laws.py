@@ -31,13 +31,16 @@ class TestLaws(StackLaws):
             "no_positions_chunk_of_one",
             "attention_beside_mamba",
             "rat_beside_mamba",
+            "rat_beside_rt",
         }
     )
     first = "rat"
 
     def documents(self, config):
-        """Chunks are counted from the row's start."""
-        return math.lcm(*(getattr(m, "chunk", 1) for m in config.stack.pattern))
+        """Chunks, and blocks of RT's layer, are counted from the row's start."""
+        places = config.stack.pattern
+        sizes = (getattr(p, "chunk", getattr(p, "block", 1)) for p in places)
+        return math.lcm(*sizes)
 
 
 @pytest.fixture(scope="module")

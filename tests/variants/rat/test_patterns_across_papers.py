@@ -1,5 +1,6 @@
 """Mixers of other papers in the pattern: what each computes, its costs, its mesh."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,15 +11,26 @@ from flax import nnx
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mamba import MambaWeights, mamba_flops, mamba_weights
-from recurjax.parameters import parameter_name, to_nested_dict
+from recurjax.layers.position import LearnedPositions, Rope
+from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
 from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
 from recurjax.types import Tokens
 from recurjax.variants.rat import presets
 from recurjax.variants.rat.config import mixing_flops
-from recurjax.variants.rat.mixers import make_mixer, mixer_cost
-from tests.laws import B, T, quick
+from recurjax.variants.rat.mixers import make_mixer
+from recurjax.variants.rat.recurrent_layer import as_stack
+from recurjax.variants.rat.stack import mixer_cost
+from tests.laws import B, T, draw_ids, in_pieces, quick
 from tests.tolerances import assert_gradients_close, assert_values_close
-from tests.variants.rat.switches import MAMBA, SWITCHES, VOCABULARY, WIDTH, build
+from tests.variants.rat.switches import (
+    MAMBA,
+    RT,
+    SWITCHES,
+    VOCABULARY,
+    WIDTH,
+    build,
+    small,
+)
 
 
 def without_mlp(model):
@@ -97,8 +109,73 @@ def test_mambas_output_weight_starts_as_every_mixers():
     assert not np.any(mamba["w_back"]) and np.all(mamba["w_u"])
 
 
+RT_LAYERS = {
+    "the_paper": {},
+    "grouped_rope_blocks_biases": {
+        "key_heads": 2,
+        "position": Rope(base=100.0),
+        "block": 3,
+        "qkv_bias": True,
+        "out_bias": True,
+        "residual_scale": "one",
+        "normed_persistent": False,
+        "qk_norm": None,
+    },
+}
+
+
+@pytest.mark.parametrize("switch", RT_LAYERS)
+def test_a_pattern_of_rts_layer_is_the_recurrent_transformer(switch):
+    """Logits and gradients of training, and logits on a cache, from equal weights."""
+    place = dataclasses.replace(RT, **RT_LAYERS[switch])
+    config = small(place, layers=3)
+    model, ids = build(config), draw_ids(VOCABULARY)
+    stack = as_stack(place, config.stack)
+    nested = to_nested_dict(model)
+    nested["stack"]["blocks"] = nested["stack"]["blocks"]["0"]
+    like = dataclasses.replace(config, stack=stack)
+    theirs = from_nested_dict(jax.eval_shape(lambda: build(like)), nested)
+    assert config.flops_per_token(T) == like.flops_per_token(T)
+
+    @quick
+    @partial(jax.value_and_grad, has_aux=True)
+    def pull(model):
+        logits, _ = model(Tokens(jnp.asarray(ids)), model.init_cache(B, 0))
+        return jnp.sum(logits**2), logits
+
+    (_, got), gradients = pull(model)
+    (_, want), their_gradients = pull(theirs)
+    assert_values_close(got, want)
+    assert_gradients_close(jax.tree.leaves(gradients), jax.tree.leaves(their_gradients))
+    parts, cache = in_pieces(model, ids, (5, 1, 1, 5, 1))
+    assert_values_close(parts, in_pieces(theirs, ids, (5, 1, 1, 5, 1))[0])
+    # Nothing but RT's own pairs is kept.
+    other = theirs.init_cache(B, T)
+    assert sum(x.size for x in jax.tree.leaves(cache.groups[0][:5])) == sum(
+        x.size for x in jax.tree.leaves(other[:5])
+    )
+
+
+def test_costs_of_rts_layer_by_hand():
+    """Keys and values projected twice, 12 H E a key seen; a cache as attention's."""
+    layer, D, T = presets.recurrent(width=64, heads=4), 64, 10
+    assert layer.weights(D) == 6 * D * D
+    assert mixing_flops(layer, D, T) == 6 * 6 * D * D + 12 * D * T
+    cost = mixer_cost(layer, width=D, length=T, dtype="bfloat16")
+    # The source of a step's pair, and three counters: written, position, layer.
+    assert cost.cache_bytes == 2 * (2 * T * D) + 2 * D + 3 * 4
+
+
+def test_learned_positions_have_no_table_in_a_pattern():
+    message = "RecurrentLayerConfig: position must not be learned"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(RT, position=LearnedPositions(length=4))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention_beside_mamba", "rat_beside_mamba"])
+@pytest.mark.parametrize(
+    "name", ["attention_beside_mamba", "rat_beside_mamba", "attention_beside_rt"]
+)
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
 def test_eight_devices_give_what_one_gives(name, shape):
     """Rows over data and fsdp, heads and channels over tensor."""

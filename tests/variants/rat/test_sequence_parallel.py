@@ -22,6 +22,7 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.training.tiny_experiment import changed, config
 from tests.variants.rat.switches import (
     HEADS,
+    RT,
     SWITCHES,
     VOCABULARY,
     WIDTH,
@@ -138,6 +139,7 @@ def test_what_cannot_be_cut_says_why():
         "a window of 3 tokens must not be longer than a shard of 2": (small(WINDOW), 8),
         "the reversed design does not run": (SWITCHES["reversed"], 32),
         "Mamba does not run over sequence shards": (SWITCHES["rat_beside_mamba"], 32),
+        "a Recurrent Transformer layer does not run": (SWITCHES["rat_beside_rt"], 32),
     }
     for reason, (model, length) in by_name.items():
         assert reason in cut(model.stack, length)
@@ -149,14 +151,14 @@ def test_what_cannot_be_cut_says_why():
     assert "implementation cudnn does not run" in cut(small(bound).stack, 32)
 
 
-@pytest.mark.parametrize("name", ["rat", "rnn", "reversed", "mamba"])
+@pytest.mark.parametrize("name", ["rat", "rnn", "reversed", "mamba", "rt"])
 def test_a_call_that_cannot_be_cut_is_an_error(name):
     length = 31 if name == "rnn" else 24
-    model = build(SWITCHES[name])
+    model = build(small(RT) if name == "rt" else SWITCHES[name])
     rows = jnp.zeros((BATCH, length), jnp.int32)
     with (
         jax.set_mesh(make_mesh(MeshConfig(data=1, sequence=8))),
-        pytest.raises(ValueError, match=r"MixerConfig: .*(shards|cross)"),
+        pytest.raises(ValueError, match=r"(Mixer|Layer)Config: .*(shards|cross)"),
     ):
         jax.eval_shape(
             lambda: model.hidden(Tokens(rows), model.init_cache(BATCH, 0))[0]

@@ -17,6 +17,7 @@ from layers import (
     State,
     Tokens,
     attend,
+    is_kind,
     put,
     recalled,
     room,
@@ -26,6 +27,7 @@ from layers import (
     wide,
 )
 from mamba import Mamba
+from recurrent_block import RecurrentBlock
 from torch import Tensor, nn
 
 
@@ -244,9 +246,13 @@ class RatBlock(nn.Module):
 def build_layers(stack: Config) -> Layers:
     """Builds all layers, the first one first."""
     pattern = stack["pattern"]
+    places = (pattern[layer % len(pattern)] for layer in range(stack["layers"]))
     return Layers(
-        RatBlock(stack, pattern[layer % len(pattern)])
-        for layer in range(stack["layers"])
+        # The Recurrent Transformer's layer has the stack's norms and MLP inside.
+        RecurrentBlock(stack | place)
+        if is_kind(place, "RecurrentLayerConfig")
+        else RatBlock(stack, place)
+        for place in places
     )
 
 

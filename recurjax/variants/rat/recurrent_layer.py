@@ -1,0 +1,125 @@
+"""The Recurrent Transformer's layer at a place of the pattern, with its cache.
+
+Its keys and values come from its own output, so that the MLP is inside the recurrence:
+it takes the place of a mixer and its MLP together. Everything that it computes is
+`recurjax.variants.recurrent_transformer`'s, one layer a call.
+"""
+
+from dataclasses import fields
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from pallas_kernels.recurrent_prefill import RecurrentCache, empty_cache
+from recurjax.layers.attention import read_layer, write_layer
+from recurjax.layers.mesh import sequence_shards
+from recurjax.types import Array, Tokens
+from recurjax.variants.rat import sequence_parallel
+from recurjax.variants.rat.config import RatConfig, RecurrentLayerConfig
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.recurrent_transformer.block import (
+    RecurrentTransformerBlock,
+    run_layers,
+    spec_of,
+)
+
+
+class RecurrentLayerCache(NamedTuple):
+    """Pairs of L stacked layers that run one by one, each with its own progress.
+
+    Attributes:
+      keys, values, temporary_keys, temporary_values, source: as in `RecurrentCache`.
+      written: how many of a layer's persistent pairs are in its slots.
+      position: how many tokens each row has seen.
+      layer: which of the stacked layers reads and writes.
+    """
+
+    keys: Float[Array, "L B S K E"]
+    values: Float[Array, "L B S K E"]
+    temporary_keys: Float[Array, "L B open K E"]
+    temporary_values: Float[Array, "L B open K E"]
+    source: Float[Array, "L B D_or_0"]
+    written: Int[Array, "L B"]
+    position: Int[Array, " B"]
+    layer: Int[Array, ""]
+
+    @property
+    def slots(self) -> int:
+        """S, the number of tokens that fit."""
+        return self.keys.shape[2]
+
+
+_PAIRS = ("keys", "values", "temporary_keys", "temporary_values", "source")
+
+
+class RecurrentBlock(RecurrentTransformerBlock):
+    """z = RT(x): y = x + s a(x, z before), z = y + s MLP(norm'(y))."""
+
+    def __init__(
+        self,
+        config: RatConfig,
+        *,
+        place: RecurrentLayerConfig,
+        layer: Array | int,
+        rngs: nnx.Rngs,
+    ):
+        self.place = place
+        self.config = as_stack(place, config)
+        super().__init__(self.config, layer=layer, rngs=rngs)
+
+    def init_cache(
+        self, layers: int, batch: int, length: int, dtype
+    ) -> RecurrentLayerCache:
+        """Creates an empty cache of `layers` layers for `length` tokens per row."""
+        spec = spec_of(self.config, jnp.dtype(dtype).name)
+        empty = empty_cache(layers, batch, length, self.config.width, spec)
+        return RecurrentLayerCache(
+            **{name: getattr(empty, name) for name in _PAIRS},
+            written=jnp.zeros((layers, batch), jnp.int32),
+            position=empty.position,
+            layer=jnp.zeros((), jnp.int32),
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: RecurrentLayerCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], RecurrentLayerCache]:
+        if sequence_shards() > 1:
+            sequence_parallel.check(self.place, x.shape[1])
+        # The op's form of one layer: stacks of one entry.
+        pairs = {
+            name: read_layer(getattr(cache, name), cache.layer)[None] for name in _PAIRS
+        }
+        written = read_layer(cache.written, cache.layer)
+        own = RecurrentCache(**pairs, position=cache.position, written=written)
+        block = jax.tree.map(lambda w: w[None], self)
+        z, own = run_layers(self.config, block, x, own, tokens)
+        if cache.slots == 0:
+            return z, cache
+        new = {name: getattr(own, name)[0] for name in _PAIRS}
+        return z, cache._replace(
+            **{
+                name: write_layer(getattr(cache, name), cache.layer, array)
+                for name, array in (new | {"written": own.written}).items()
+            }
+        )
+
+
+def as_stack(
+    place: RecurrentLayerConfig, config: RatConfig
+) -> RecurrentTransformerConfig:
+    """Returns the stack of such layers whose norms, MLP, depth and init are `config`'s.
+
+    The depth L counts all layers of the pattern's stack: it scales the branches.
+    """
+    switches = {field.name: getattr(place, field.name) for field in fields(place)}
+    return RecurrentTransformerConfig(
+        layers=config.layers,
+        width=config.width,
+        mlp=config.mlp,
+        norm=config.norm,
+        init=config.init,
+        **switches,
+    )
