@@ -123,6 +123,10 @@ class SupportsExits(Stack, Protocol):
         """Returns why tokens cannot leave early, or not with these keys and values."""
         ...
 
+    def refuses_ticks(self, *, rollback: bool) -> str | None:
+        """Returns why rows cannot run at different loops at once, or None."""
+        ...
+
     def states(
         self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens
     ) -> tuple[Float[Array, "R B T D"], Cache]:

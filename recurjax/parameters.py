@@ -81,8 +81,10 @@ def _vector(
 RULES: tuple[Rule, ...] = (
     # Projections to heads. RAT's gates have one as well, or two by way of a low rank.
     _matrix(r"\bw_(q|k|v|input_v|full)$", "D -> H E", P("fsdp", "tensor", None)),
-    _matrix(r"_gate\.w_(reduce)$", "D -> rank", P("fsdp", None)),
-    _matrix(r"_gate\.w_(expand)$", "rank -> H E", P("fsdp", "tensor", None)),
+    _matrix(r"\bmixer\.\w+_gate\.w_(reduce)$", "D -> rank", P("fsdp", None)),
+    _matrix(
+        r"\bmixer\.\w+_gate\.w_(expand)$", "rank -> H E", P("fsdp", "tensor", None)
+    ),
     # And back from the heads, the feed-forward width: one psum a block each.
     _matrix(
         r"\b(?:attention|mixer|blocks\.\d+)\.w_(out)$",
@@ -93,22 +95,31 @@ RULES: tuple[Rule, ...] = (
     _matrix(r"\bmlp\.w_(down)$", "F -> D", P("tensor", "fsdp")),
     # What each depth adds to a shared linear map, by way of a low rank; flat outputs.
     _matrix(
-        r"\badapters\.\d+\.(?:q|k|v|up|gate)\.w_(reduce)$",
+        r"\badapters\.\d+\.(?:[qkvuz]|up|gate|\w+_gate|\w+_gate_reduce)\.w_(reduce)$",
         "D -> rank",
         P("fsdp", None),
     ),
     _matrix(
-        r"\badapters\.\d+\.(?:q|k|v|up|gate)\.w_(expand)$",
+        r"\badapters\.\d+\.(?:[qkvuz]|dt|up|gate|\w+_gate|\w+_gate_expand)\.w_(expand)$",
         "rank -> M",
         P("fsdp", "tensor"),
     ),
     _matrix(
-        r"\badapters\.\d+\.(?:out|down)\.w_(reduce)$",
+        r"\badapters\.\d+\.(?:out|down|x|back)\.w_(reduce)$",
         "N -> rank",
         P("tensor", "fsdp"),
     ),
     _matrix(
-        r"\badapters\.\d+\.(?:out|down)\.w_(expand)$", "rank -> D", P(None, "fsdp")
+        r"\badapters\.\d+\.(?:out|down|x|back)\.w_(expand)$",
+        "rank -> D",
+        P(None, "fsdp"),
+    ),
+    # Of what goes by way of a low rank itself, the sides at that rank.
+    _matrix(r"\badapters\.\d+\.dt\.w_(reduce)$", "rank -> rank", P(None, None)),
+    _matrix(
+        r"\badapters\.\d+\.\w+_gate_(?:reduce\.w_(?=e)|expand\.w_(?=r))(\w+)$",
+        "rank -> rank",
+        P(None, None),
     ),
     # Of the latent memory a local and a recurrent gate, of value embeddings one per
     # head.

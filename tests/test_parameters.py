@@ -26,6 +26,9 @@ from tests.variants.latent_recurrent_transformer.switches import SWITCHES as LAT
 from tests.variants.rat.switches import SWITCHES as RAT
 from tests.variants.recurformer.switches import SWITCHES as RECURFORMER
 from tests.variants.recurrent_transformer.switches import SWITCHES as RECURRENT
+from tests.variants.relaxed_recursive_transformer.rat_switches import (
+    SWITCHES as LOOPED_RAT,
+)
 from tests.variants.transformer.switches import SWITCHES, build, small
 
 NAMES = {
@@ -97,6 +100,7 @@ VARIANTS = {
         "rat": RAT,
         "latent": LATENT,
         "recurformer": RECURFORMER,
+        "loop over rat": LOOPED_RAT,
         "sharding": MODELS,
     }.items()
     for name, model in switches.items()

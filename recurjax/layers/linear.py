@@ -1,7 +1,7 @@
 """The linear map of the last axis, and weights that are more than an array."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -220,16 +220,24 @@ def plain(weight: Weight) -> Array:
     if not isinstance(weight, AdaptedWeight):
         return weight
     assert not weight.several, "several adapters make no single matrix"
+    assert weight.active is None, "tokens at different depths have no single matrix"
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     a, b = weight.lora_a.astype(dtype), weight.lora_b.astype(dtype)
     added = weight.scale * jnp.matmul(a, b, precision="highest")
-    return weight.base.astype(dtype) + added.reshape(weight.shape)
+    return plain(weight.base).astype(dtype) + added.reshape(weight.shape)
+
+
+def _adapters(tree: Any) -> Iterator[AdaptedWeight]:
+    """Yields all adapters of a model's weights, those on adapted weights first."""
+    for node in jax.tree.leaves(tree, is_leaf=is_composed):
+        while isinstance(node, AdaptedWeight):
+            yield node
+            node = node.base
 
 
 def count_adapters(tree: Any) -> int:
     """Returns how many adapters a model's weights stack; 0: they are not several."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_composed)
-    return max((x.several for x in nodes if isinstance(x, AdaptedWeight)), default=0)
+    return max((x.several for x in _adapters(tree)), default=0)
 
 
 def for_rows(tree: Tree, rows: Int[Array, " B"] | None) -> Tree:
@@ -249,8 +257,7 @@ def for_rows(tree: Tree, rows: Int[Array, " B"] | None) -> Tree:
 
 def rows_of(tree: Any) -> Int[Array, " B"] | None:
     """Returns the rows that `for_rows` chose."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_composed)
-    rows = next((x.rows for x in nodes if isinstance(x, AdaptedWeight)), None)
+    rows = next((x.rows for x in _adapters(tree) if x.rows is not None), None)
     return None if rows is None else rows[(0,) * (rows.ndim - 1)]
 
 
@@ -260,6 +267,8 @@ def with_adapter(tree: Tree, number: Int[Array, ""]) -> Tree:
     def choose(node: Any) -> Any:
         if not isinstance(node, AdaptedWeight):
             return node
+        if not node.several:
+            return replace(node, base=choose(node.base))
         a, b = (
             jax.lax.dynamic_index_in_dim(x, number, x.ndim - 3, keepdims=False)
             for x in (node.lora_a, node.lora_b)

@@ -39,6 +39,13 @@ class MambaConfig(RangeChecks):
     dt_rank: PositiveInt = 256
     expand: PositiveInt = 2
 
+    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        channels, R = self.expand * width, self.dt_rank
+        maps = {"u": (width, channels), "z": (width, channels)}
+        maps |= {"x": (channels, R + 2 * self.state), "dt": (R, channels)}
+        return maps | {"back": (channels, width)}
+
 
 class MambaCache(NamedTuple):
     """A mixer's state and last inputs, in float32; of width 0 in training.
@@ -101,7 +108,7 @@ def mix(
       What the mixer writes, and the cache after x.
     """
     # Sizes from the arrays: the function serves any width.
-    N, R = weights.a_log.shape[1], weights.w_dt.shape[0]
+    N, R = weights.a_log.shape[-1], weights.w_dt.shape[0]
     u, z = linear(x, weights.w_u), linear(x, weights.w_z)
     u, conv = causal_convolution(
         u, weights.w_conv, weights.b_conv, cache.conv, starts=starts, lengths=lengths
@@ -110,7 +117,8 @@ def mix(
     # One product makes step, B and C of every channel.
     dt, b, c = jnp.split(linear(u, weights.w_x), [R, R + N], axis=-1)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    y, state = selective_scan(
+    scan = selective_scan if weights.a_log.ndim == 2 else _scan_by_row
+    y, state = scan(
         u,
         linear(dt, weights.w_dt),
         # A is negative, so that exp(dt A) decays for every positive step.
@@ -128,10 +136,27 @@ def mix(
     return linear(y, weights.w_back), MambaCache(conv, state)
 
 
+def _scan_by_row(u, dt, a, b, c, *, skip, dt_bias, starts, **by_row):
+    """Runs a step of one token in which each row has an A, a D and a bias of its own.
+
+    No kernel runs a single token, so that XLA may batch the op over rows.
+    """
+    assert u.shape[1] == 1 and starts is None
+
+    def row(u, dt, a, b, c, skip, dt_bias, options):
+        own = {"skip": skip[0], "dt_bias": dt_bias[0]}
+        rows = jax.tree.map(lambda x: x[None], (u, dt, b, c, options))
+        u, dt, b, c, options = rows
+        result = selective_scan(u, dt, a[0], b, c, **own, **options)
+        return jax.tree.map(lambda x: x[0], result)
+
+    return jax.vmap(row)(u, dt, a, b, c, skip, dt_bias, by_row)
+
+
 def causal_convolution(
     u: Float[Array, "B T I"],
     taps: Float[Array, "n I"],
-    bias: Float[Array, " I"],
+    bias: Float[Array, "*rows I"],
     before: Float[Array, "B I n"],
     *,
     starts: Bool[Array, "B T"] | None,
@@ -142,6 +167,7 @@ def causal_convolution(
     Inputs of an earlier document count as zeros.
 
     Args:
+      bias: one for all rows, or one of each token's own.
       before: the n inputs before u, the oldest first.
 
     Returns:
@@ -263,11 +289,8 @@ def empty_mamba_cache(config: MambaConfig, width: int, batch: int, dtype) -> Mam
 
 def mamba_weights(mamba: MambaConfig, width: int) -> int:
     """Counts the weights of a mixer of width M, less its vectors a channel."""
-    channels = mamba.expand * width
-    # Two ways in, one way back.
-    in_and_out = 3 * width * channels
-    steps = channels * (mamba.dt_rank + 2 * mamba.state) + mamba.dt_rank * channels
-    return in_and_out + steps + mamba.conv * channels
+    products = sum(n * m for n, m in mamba.maps(width).values())
+    return products + mamba.conv * mamba.expand * width
 
 
 def mamba_flops(mamba: MambaConfig, width: int) -> float:

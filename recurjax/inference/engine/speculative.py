@@ -34,6 +34,8 @@ def refuse_speculation(model: Decoder, speculate: int) -> str | None:
         )
     if (reason := stack.refuses_exits(stack.missing)) is not None:
         return f"speculate {speculate} drafts by an early exit: {reason}"
+    if (reason := stack.refuses_ticks(rollback=True)) is not None:
+        return f"speculate {speculate} takes rejected drafts back: {reason}"
     return None
 
 

@@ -43,6 +43,9 @@ def choose_strategy(
             "the rule head needs a trained exit head: train one with recurjax "
             "evaluate exits RUN --fit-head 100"
         )
+    if (reason := exits_of(model).refuses_ticks(rollback=verifies)) is not None:
+        what = "verify takes back what follows a wrong guess" if verifies else "exit"
+        raise UserError(f"{what}: {reason}")
     if verifies:
         return Verified(kind=config.exit.kind)
     return DepthWise(kind=config.exit.kind, missing=missing)

@@ -14,9 +14,26 @@ from recurjax.layers.stack import Remat, StackFacts
 from recurjax.ranges import NonNegativeInt, PositiveInt, RangeChecks, check_ranges
 from recurjax.variants.recurrent_transformer.config import LayerSwitches
 
+Maps = dict[str, tuple[int, int]]
+"""The sizes (N, M) of linear maps, by name."""
+
+
+class LinearMaps(RangeChecks):
+    """What a mixer's config says of its matrices."""
+
+    __slots__ = ()
+
+    def maps(self, width: int) -> Maps:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        raise NotImplementedError
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        return sum(n * m for n, m in self.maps(width).values())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RatMixerConfig:
+class RatMixerConfig(LinearMaps):
     """Recurrence inside chunks, attention across them.
 
     Attributes:
@@ -51,11 +68,11 @@ class RatMixerConfig:
         """How many tokens the forget gate's initial bias spans."""
         return self.chunk
 
-    def weights(self, width: int) -> int:
-        """Counts the weights of its matrix products."""
-        inner, E = self.heads * self.head_width, self.head_width
-        gates = [_gate(width, inner, r) for r in (self.forget_rank, self.output_rank)]
-        return sum(gates) + 2 * width * inner + 2 * width * self.groups * E
+    def maps(self, width: int) -> Maps:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        inner, queries = self.heads * self.head_width, self.groups * self.head_width
+        maps = {"q": (width, queries), "k": (width, queries), "v": (width, inner)}
+        return maps | {"out": (inner, width)} | _gates(self, width)
 
     def seen(self, length: int) -> int:
         """Counts the keys of a position, at most, in a sequence of T."""
@@ -63,7 +80,7 @@ class RatMixerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RnnMixerConfig(RangeChecks):
+class RnnMixerConfig(LinearMaps):
     """The baseline: RAT's recurrence over the full sequence, without attention.
 
     Attributes:
@@ -81,11 +98,10 @@ class RnnMixerConfig(RangeChecks):
     forget_rank: PositiveInt | None = None
     output_rank: PositiveInt | None = None
 
-    def weights(self, width: int) -> int:
-        """Counts the weights of its matrix products."""
+    def maps(self, width: int) -> Maps:
+        """Returns the sizes (N, M) of its linear maps, by name."""
         inner = self.heads * self.head_width
-        gates = [_gate(width, inner, r) for r in (self.forget_rank, self.output_rank)]
-        return sum(gates) + 2 * width * inner
+        return {"v": (width, inner), "out": (inner, width)} | _gates(self, width)
 
     def seen(self, length: int) -> int:
         """Returns 0: it has no keys."""
@@ -93,7 +109,7 @@ class RnnMixerConfig(RangeChecks):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReversedRatMixerConfig:
+class ReversedRatMixerConfig(LinearMaps):
     """The reversed design: attention inside chunks, recurrence across them.
 
     Attributes:
@@ -122,11 +138,12 @@ class ReversedRatMixerConfig:
         check_ranges(self)
         _check_heads(self)
 
-    def weights(self, width: int) -> int:
-        """Counts the weights of its matrix products."""
-        inner, E = self.heads * self.head_width, self.head_width
-        gates = [_gate(width, inner, r) for r in (self.forget_rank, self.output_rank)]
-        return sum(gates) + 3 * width * inner + width * self.groups * E
+    def maps(self, width: int) -> Maps:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        inner = self.heads * self.head_width
+        maps = {"q": (width, self.groups * self.head_width)}
+        maps |= {"k": (width, inner), "v": (width, inner), "out": (inner, width)}
+        return maps | _gates(self, width)
 
     def seen(self, length: int) -> int:
         """Counts the keys of a position, at most, in a sequence of T."""
@@ -134,7 +151,7 @@ class ReversedRatMixerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionMixerConfig:
+class AttentionMixerConfig(LinearMaps):
     """Attention over all tokens or a window of them.
 
     Attributes:
@@ -159,10 +176,9 @@ class AttentionMixerConfig:
         """E."""
         return self.attention.head_width
 
-    def weights(self, width: int) -> int:
-        """Counts the weights of its matrix products."""
-        a = self.attention
-        return width * a.head_width * (2 * a.heads + 2 * a.key_heads)
+    def maps(self, width: int) -> Maps:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        return self.attention.maps(width)
 
     def seen(self, length: int) -> int:
         """Counts the keys of a position, at most, in a sequence of T."""
@@ -258,6 +274,16 @@ class RatConfig(StackFacts):
                 f"layers={self.layers}, got {len(self.pattern)}"
             )
 
+    @property
+    def residual_scale(self) -> Literal["one", "inverse_sqrt_depth"]:
+        """The factor of both branches where a place has one by depth, or one."""
+        scales = {getattr(place, "residual_scale", "one") for place in self.pattern}
+        return "one" if scales == {"one"} else "inverse_sqrt_depth"
+
+    def block_maps(self, place: int) -> Maps:
+        """Returns the sizes (N, M) of the linear maps of a place's layers, by name."""
+        return self.pattern[place].maps(self.width) | self.mlp.maps(self.width)
+
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs per token at length T, without embedding and head.
 
@@ -274,8 +300,21 @@ def gate_bias_span(horizon: int) -> float:
     return math.log(max(horizon - 1, 1))
 
 
-def _gate(width: int, inner: int, rank: int | None) -> int:
-    return width * inner if rank is None else rank * (width + inner)
+def _gates(
+    config: RatMixerConfig | RnnMixerConfig | ReversedRatMixerConfig, width: int
+) -> Maps:
+    """Returns the maps of both gates: one each, or two by way of a low rank."""
+    inner, maps = config.heads * config.head_width, {}
+    ranks = {"forget_gate": config.forget_rank, "output_gate": config.output_rank}
+    for name, rank in ranks.items():
+        if rank is None:
+            maps[name] = (width, inner)
+        else:
+            maps[f"{name}_reduce"], maps[f"{name}_expand"] = (
+                (width, rank),
+                (rank, inner),
+            )
+    return maps
 
 
 def _check_heads(config: RatMixerConfig | ReversedRatMixerConfig) -> None:

@@ -142,8 +142,12 @@ class Gate(nnx.Module):
             assert self.w_reduce is not None and self.w_expand is not None
             logits = project_flat(linear(x, self.w_reduce), self.w_expand)
         # Without a bias the gate starts at 1/2 and looks back two tokens.
-        bias = None if self.b_forget is None else self.b_forget[...].reshape(-1)
-        return GateLogits(logits, bias)
+        if self.b_forget is None:
+            return GateLogits(logits)
+        # A bias of each token's own has tokens in front of the heads.
+        bias = self.b_forget[...]
+        bias = bias.reshape(*bias.shape[:-2], -1)
+        return GateLogits(logits, bias) if bias.ndim == 1 else GateLogits(logits + bias)
 
 
 def _draw_bias(key: Array, shape: tuple[int, int], horizon: int) -> Array:

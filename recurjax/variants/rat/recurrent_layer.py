@@ -106,6 +106,12 @@ class RecurrentBlock(RecurrentTransformerBlock):
             }
         )
 
+    def write(
+        self, x: Float[Array, "B T D"], cache: RecurrentLayerCache, tokens: Tokens
+    ) -> RecurrentLayerCache:
+        """Writes the pairs of tokens that leave x as it is: those of its output."""
+        return self(x, cache, tokens)[1]
+
 
 def as_stack(
     place: RecurrentLayerConfig, config: RatConfig

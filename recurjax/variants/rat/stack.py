@@ -1,6 +1,7 @@
 """The RAT stack: a scan over repeats of a pattern of blocks, and what a place costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,10 @@ class RatBlock(nnx.Module):
         """Creates the mixer's empty cache for `layers` layers."""
         return self.mixer.init_cache(layers, batch, length, dtype)
 
+    def write(self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens) -> Cache:
+        """Lets the mixer's state take tokens in that do not run the layer."""
+        return self.mixer(self.mixer_norm(x), cache, tokens)[1]
+
 
 class RatStack(CacheRows, nnx.Module):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
@@ -69,18 +74,9 @@ class RatStack(CacheRows, nnx.Module):
     def __init__(self, config: RatConfig, *, rngs: nnx.Rngs):
         self.config = config
 
-        def block(
-            number: int, layer: Array, rngs: nnx.Rngs
-        ) -> RatBlock | RecurrentBlock:
-            place = config.pattern[number]
-            if isinstance(place, RecurrentLayerConfig):
-                return RecurrentBlock(config, place=place, layer=layer, rngs=rngs)
-            return RatBlock(config, mixer=place, layer=layer, rngs=rngs)
-
+        build, places = partial(make_block, config), len(config.pattern)
         self.blocks = nnx.List(
-            make_blocks(
-                block, layers=config.layers, pattern=len(config.pattern), rngs=rngs
-            )
+            make_blocks(build, layers=config.layers, pattern=places, rngs=rngs)
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
@@ -91,21 +87,11 @@ class RatStack(CacheRows, nnx.Module):
           dtype: dtype of keys and values; recurrent states are at least float32.
         """
         repeats = self.config.layers // len(self.config.pattern)
-        groups = tuple(
-            # Each place has a cache of its own kind; the repeats are stacked within it.
-            block.init_cache(repeats, batch, length, dtype)
-            for block in self.blocks
-        )
-        return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
+        return empty_cache(self.blocks, repeats, batch, length, dtype)
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
         """Returns why rows of `length` tokens cannot train on a mesh, or None."""
-        if reason := refuse_stages(mesh, type(self.config).__name__):
-            return reason
-        # One part a row is not a cut at all.
-        shards = mesh.shape[SEQUENCE_AXIS]
-        reason = None if shards == 1 else obstacle(self.config, length, shards)
-        return None if reason is None else f"mesh.sequence = {shards}: {reason}"
+        return refuse_mesh(self.config, mesh, length)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens
@@ -125,6 +111,40 @@ class RatStack(CacheRows, nnx.Module):
         """Yields what enters the first layer, and what leaves each."""
         cache = self.init_cache(x.shape[0], 0, x.dtype)
         return layer_states(self.blocks, x, cache, tokens)
+
+
+def make_block(
+    config: RatConfig, number: int, layer: Array, rngs: nnx.Rngs
+) -> RatBlock | RecurrentBlock:
+    """Makes a layer of a place of the pattern."""
+    place = config.pattern[number]
+    if isinstance(place, RecurrentLayerConfig):
+        return RecurrentBlock(config, place=place, layer=layer, rngs=rngs)
+    return RatBlock(config, mixer=place, layer=layer, rngs=rngs)
+
+
+def empty_cache(
+    blocks: Iterable[Any], entries: int, batch: int, length: int, dtype
+) -> PatternCache:
+    """Creates a cache with as many entries for each place of the pattern."""
+    groups = tuple(
+        # Each place has a cache of its own kind; the entries are stacked within it.
+        block.init_cache(entries, batch, length, dtype)
+        for block in blocks
+    )
+    return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
+
+
+def refuse_mesh(
+    config: RatConfig, mesh: Mesh | AbstractMesh, length: int
+) -> str | None:
+    """Returns why rows of `length` tokens cannot train on a mesh, or None."""
+    if reason := refuse_stages(mesh, type(config).__name__):
+        return reason
+    # One part a row is not a cut at all.
+    shards = mesh.shape[SEQUENCE_AXIS]
+    reason = None if shards == 1 else obstacle(config, length, shards)
+    return None if reason is None else f"mesh.sequence = {shards}: {reason}"
 
 
 class MixerCost(NamedTuple):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
@@ -67,8 +68,17 @@ class LayerSwitches:
                     f"op's rope supports, got {type(self.position.scaling).__name__}"
                 )
 
+    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+        """Returns the sizes (N, M) of its projections, by name."""
+        return AttentionConfig(
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_width=self.head_width,
+            position=None,
+        ).maps(width)
+
     def weights(self, width: int) -> int:
-        """Counts the weights of its projections.
+        """Counts the weights of its products.
 
         Queries and output H E each; keys and values K E each, projected from x and from
         z.

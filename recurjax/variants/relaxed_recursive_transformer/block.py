@@ -19,10 +19,15 @@ from recurjax.layers.initialization import InitConfig, draw_weight
 from recurjax.layers.linear import AdaptedWeight, is_composed
 from recurjax.layers.stack import PatternCache
 from recurjax.types import Array, Tokens
+from recurjax.variants.rat import RatConfig
+from recurjax.variants.rat import stack as rat
+from recurjax.variants.rat.recurrent_layer import RecurrentBlock
+from recurjax.variants.rat.stack import RatBlock
 from recurjax.variants.relaxed_recursive_transformer.config import (
     RelaxedRecursiveTransformerConfig,
     Sharing,
 )
+from recurjax.variants.transformer import TransformerConfig
 from recurjax.variants.transformer.block import TransformerBlock
 
 
@@ -54,6 +59,22 @@ def depths_of(layers: int, loops: int, sharing: Sharing) -> Int[np.ndarray, "R K
     # Each layer of the block is met `loops` times, whatever the sharing.
     uses = [np.flatnonzero(order == layer) for layer in range(layers // loops)]
     return np.stack(uses, axis=1)
+
+
+LoopedBlock = TransformerBlock | RatBlock | RecurrentBlock
+"""What can be looped: a layer that runs on a cache, and that tokens may leave out."""
+
+
+def make_block(
+    base: TransformerConfig | RatConfig, place: int, layer: Array, *, rngs: nnx.Rngs
+) -> LoopedBlock:
+    """Makes a layer of a place of the pattern."""
+    match base:
+        case TransformerConfig():
+            kind = base.pattern[place]
+            return TransformerBlock(base, kind=kind, layer=layer, rngs=rngs)
+        case RatConfig():
+            return rat.make_block(base, place, layer, rngs)
 
 
 class Adapter(nnx.Module):
@@ -91,8 +112,16 @@ def make_adapters(
 
 
 def map_name(weight: str) -> str:
-    """Returns the name of a linear map by its weight's, such as `attention.w_q`."""
-    return weight.rpartition(".w_")[2]
+    """Returns the name of a linear map by its weight's, such as `attention.w_q`.
+
+    A gate's map has the gate's name, `mixer.forget_gate.w_full`, and those of a gate of
+    low rank also their own.
+    """
+    module, _, word = weight.rpartition(".w_")
+    if not module.endswith("_gate"):
+        return word
+    gate = module.rpartition(".")[2]
+    return gate if word == "full" else f"{gate}_{word}"
 
 
 class LoopWeights(NamedTuple):
@@ -109,7 +138,7 @@ class LoopWeights(NamedTuple):
 
 
 def shared_weights(
-    blocks: Sequence[TransformerBlock], config: RelaxedRecursiveTransformerConfig
+    blocks: Sequence[LoopedBlock], config: RelaxedRecursiveTransformerConfig
 ) -> tuple[tuple[Array, ...], ...]:
     """Returns each place's leaves that all loops share, [K / P, ...]."""
     # What a scan over repeats takes apart has the repeats on the leading axis.
@@ -120,7 +149,7 @@ def shared_weights(
 
 
 def loop_weights(
-    blocks: Sequence[TransformerBlock],
+    blocks: Sequence[LoopedBlock],
     adapters: Sequence[BlockAdapters] | None,
     config: RelaxedRecursiveTransformerConfig,
 ) -> tuple[LoopWeights, ...]:
@@ -138,7 +167,7 @@ def loop_weights(
 
 
 def weights_by_layer(
-    blocks: Sequence[TransformerBlock],
+    blocks: Sequence[LoopedBlock],
     adapters: Sequence[BlockAdapters] | None,
     config: RelaxedRecursiveTransformerConfig,
 ) -> tuple[LoopWeights, ...]:
@@ -170,12 +199,12 @@ def weights_by_layer(
 
 
 def join(
-    block: TransformerBlock,
+    block: LoopedBlock,
     config: RelaxedRecursiveTransformerConfig,
     shared: tuple[Array, ...],
     own: LoopWeights,
     active: Callable[[Array], Array] | None = None,
-) -> TransformerBlock:
+) -> LoopedBlock:
     """Joins a block from shared weights and one loop's own.
 
     Args:
@@ -205,7 +234,7 @@ def join(
     return jax.tree_util.tree_map_with_path(adapt, joined, is_leaf=is_composed)
 
 
-def repeat_vectors(block: TransformerBlock, loops: int) -> TransformerBlock:
+def repeat_vectors(block: LoopedBlock, loops: int) -> LoopedBlock:
     """Repeats norms and biases, which start alike: [K / P, D] to [loops, K / P, D]."""
 
     def repeated(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -215,7 +244,7 @@ def repeat_vectors(block: TransformerBlock, loops: int) -> TransformerBlock:
 
 
 def _leaves(
-    block: TransformerBlock, config: RelaxedRecursiveTransformerConfig
+    block: LoopedBlock, config: RelaxedRecursiveTransformerConfig
 ) -> list[tuple[Array, bool]]:
     """Returns a block's leaves, and whether each use has its own."""
     leaves = jax.tree_util.tree_leaves_with_path(block)
@@ -239,7 +268,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def run_layer(tokens: Tokens) -> Callable:
-    """Runs a layer on keys and values of its own."""
+    """Runs a layer on keys and values, or states, of its own."""
 
     def run(_, part, x, group):
         block, _ = part
@@ -278,7 +307,7 @@ def run_layer_read_kv(tokens: Tokens, cache: PatternCache) -> Callable:
 
 
 def write_kv(tokens: Tokens) -> Callable:
-    """Writes keys and values of tokens that have left; x stays as it is."""
+    """Writes what a layer keeps of tokens that have left; x stays as it is."""
 
     def write(_, part, x, group):
         block, _ = part

@@ -5,8 +5,12 @@ loop and position. No matrix is gathered by row: the additions of all loops are 
 product, of which each lane selects its columns. The cache holds keys and values loop by
 loop, and a lane reads its loop's part: one contiguous piece, or, on TPU, all of them
 under a mask.
+
+Mixers of a `RatConfig` keep the stack's own cache: a row's part of it, that of its
+loop, is moved out, run as in any decode step, and moved back.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +27,13 @@ from recurjax.layers.attention import (
     visible_by_position,
 )
 from recurjax.layers.position import with_positions
-from recurjax.layers.stack import PatternCache, scan_layers
-from recurjax.types import Array, LoopPositions
+from recurjax.layers.stack import CacheRows, PatternCache, scan_layers
+from recurjax.types import Array, LoopPositions, Tokens
+from recurjax.variants.rat import RatConfig, RecurrentLayerConfig
+from recurjax.variants.rat.recurrent_layer import RecurrentBlock
+from recurjax.variants.rat.stack import RatBlock
 from recurjax.variants.relaxed_recursive_transformer.block import (
+    LoopedBlock,
     LoopWeights,
     join,
     shared_weights,
@@ -48,7 +56,7 @@ class TickCache(NamedTuple):
     values: tuple[Float[Array, "L B N S K E"], ...]
 
 
-class DepthwiseBatching:
+class DepthwiseBatching(CacheRows):
     """A looped stack's methods for an engine that batches over depth."""
 
     config: RelaxedRecursiveTransformerConfig
@@ -63,7 +71,7 @@ class DepthwiseBatching:
 
     def init_ticks(
         self, batch: int, length: int, dtype: Any, *, ahead: int = 0
-    ) -> TickCache:
+    ) -> TickCache | PatternCache:
         """Creates an empty cache for `length` tokens per row.
 
         Args:
@@ -71,6 +79,8 @@ class DepthwiseBatching:
             reading; windows' rings are longer by this number.
         """
         config = self.config.transformer
+        if isinstance(config, RatConfig):
+            return self.init_cache(batch, length, dtype)
         a, parts = config.attention, self._cache_parts
         keys = []
         for kind in config.pattern:
@@ -80,9 +90,14 @@ class DepthwiseBatching:
         return TickCache(keys=tuple(keys), values=tuple(map(jnp.zeros_like, keys)))
 
     def insert_ticks(
-        self, cache: TickCache, row: Int[Array, ""] | int, other: PatternCache
-    ) -> TickCache:
+        self,
+        cache: TickCache | PatternCache,
+        row: Int[Array, ""] | int,
+        other: PatternCache,
+    ) -> TickCache | PatternCache:
         """Copies a prefilled cache of one row into a row of the tick cache."""
+        if isinstance(cache, PatternCache):
+            return self.insert(cache, row, other)
         parts = self._cache_parts
 
         def put(leaf: Array, new: Array) -> Array:
@@ -116,68 +131,46 @@ class DepthwiseBatching:
         self,
         x: Float[Array, "B T D"],
         lanes: LoopPositions,
-        cache: TickCache,
+        cache: TickCache | PatternCache,
         weights: tuple[LoopWeights, ...],
         *,
         loop: int | None = None,
         ran: Int[Array, "B P"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], TickCache]:
+    ) -> tuple[Float[Array, "B T D"], TickCache | PatternCache]:
         """Runs every lane through its loop.
 
         Args:
           x: from `enter_ticks` at loop 0, else from the lane's loop before.
           lanes: one for each row; or as many as there are loops, lane l at loop l; or,
-            with `loop`, any number of them.
+            with `loop`, any number of them. Of mixers with states, one for each row.
           weights: `tick_weights()`.
           loop: the loop of all lanes; None: they may be at different ones.
           ran: how many loops the token at each position has run: where it was fewer
             than a lane's, it wrote nothing and is not seen. For one lane a row. None:
             all tokens are seen.
         """
-        shared = shared_weights(self.blocks, self.config)
-        repeats = jnp.arange(self._repeats, dtype=jnp.int32)
-
-        def layer(carry, turn):
-            x, keys, values = carry
-            parts, entry = turn
-            keys, values = list(keys), list(values)
-            for place, (matrices, own) in enumerate(parts):
-                block = self._block(place, matrices, own, lanes)
-
-                def look(q, new: KeysValues, place=place, **options) -> Array:
-                    # Written first: a token sees itself.
-                    keys[place] = _write(keys[place], entry, lanes, new.keys)
-                    values[place] = _write(values[place], entry, lanes, new.values)
-                    k, v = (_seen(x[place], entry, lanes, loop) for x in (keys, values))
-                    return _read(q, k, v, lanes, ran, **options)
-
-                x = block.through(x, lanes.position, look)
-            return (x, tuple(keys), tuple(values)), None
-
-        parts = tuple(
-            (matrices, _of_lanes(own, lanes))
-            for matrices, own in zip(shared, weights, strict=True)
-        )
-        (x, keys, values), _ = scan_layers(
-            layer,
-            (x, cache.keys, cache.values),
-            (parts, repeats),
-            remat="nothing",
-            unroll=min(self.config.transformer.unroll, self._repeats),
-            cached=True,
-        )
+        if isinstance(cache, PatternCache):
+            assert lanes.loop.shape[1] == 1 and ran is None, "see refuses_ticks"
+            run = _on_states(lanes, self._repeats, lambda *part: part[0](*part[1:]))
+            x, groups = self._layers_of(run, x, lanes, cache.groups, weights)
+            return x, cache._replace(groups=groups)
+        run = _on_keys(lanes, loop, ran)
+        pairs = tuple(zip(cache.keys, cache.values, strict=True))
+        x, pairs = self._layers_of(run, x, lanes, pairs, weights)
+        keys, values = zip(*pairs, strict=True)
         return x, TickCache(keys=keys, values=values)
 
     def fill_ticks(
         self,
         x: Float[Array, "B 1 D"],
         leaving: LoopPositions,
-        cache: TickCache,
+        cache: TickCache | PatternCache,
         weights: tuple[LoopWeights, ...],
-    ) -> TickCache:
+    ) -> TickCache | PatternCache:
         """Writes the keys and values that tokens which leave lack: see `propagate`.
 
-        All deeper layers' in one product and one scatter.
+        All deeper layers' in one product and one scatter. States are advanced loop by
+        loop.
 
         Args:
           x: after the last loop run, before the final norm.
@@ -185,6 +178,16 @@ class DepthwiseBatching:
             its token leaves.
         """
         loops = self.config.loops
+        if isinstance(cache, PatternCache):
+            groups = cache.groups
+            for loop in range(1, loops):
+                lanes = leaving._replace(
+                    loop=jnp.full_like(leaving.loop, loop),
+                    live=leaving.live & (loop > leaving.loop),
+                )
+                run = _on_states(lanes, self._repeats, _write_state)
+                _, groups = self._layers_of(run, x, lanes, groups, weights)
+            return cache._replace(groups=groups)
         if self._cache_parts == 1:  # nothing is missing where all loops read loop 1's
             return cache
         # Every deeper loop is a lane of its own that begins with the same state; those
@@ -206,6 +209,7 @@ class DepthwiseBatching:
 
             def project(matrices, own, place=place) -> KeysValues:
                 block = self._block(place, matrices, own, lanes)
+                assert isinstance(block, TransformerBlock)
                 return block.keys_and_values(x, lanes.position)
 
             new = jax.vmap(project)(matrices, _of_lanes(place_weights, lanes))
@@ -214,13 +218,75 @@ class DepthwiseBatching:
             values.append(_write(cache.values[place], entries, lanes, new.values))
         return TickCache(keys=tuple(keys), values=tuple(values))
 
+    def refuses_ticks(self, *, rollback: bool) -> str | None:
+        """Returns why rows cannot run at different loops at once, or None.
+
+        Args:
+          rollback: tokens that were read are taken back, as wrong drafts are.
+        """
+        config = self.config
+        if not isinstance(config.transformer, RatConfig):
+            return None
+        if rollback:
+            return (
+                "the states of a RatConfig's mixers cannot forget a token that they "
+                "have read: leave it out"
+            )
+        kinds = map(type, config.transformer.pattern)
+        if (config.rank or not config.tie_norms) and RecurrentLayerConfig in kinds:
+            return (
+                "rows at different loops need weights of their own, and the Recurrent "
+                "Transformer's layer has one matrix for all rows: use rank 0 and "
+                "tie_norms, or leave it out"
+            )
+        return None
+
+    def _layers_of(
+        self,
+        run: Callable,
+        x: Float[Array, "B T D"],
+        lanes: LoopPositions,
+        groups: tuple[Any, ...],
+        weights: tuple[LoopWeights, ...],
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+        """Runs the lanes through the block's layers.
+
+        Args:
+          run: `run(block, x, group, entry) -> (x, group)` for one layer.
+          groups: what each place keeps.
+        """
+
+        def layer(carry, turn):
+            x, groups = carry
+            parts, entry = turn
+            groups = list(groups)
+            for place, (matrices, own) in enumerate(parts):
+                block = self._block(place, matrices, own, lanes)
+                x, groups[place] = run(block, x, groups[place], entry)
+            return (x, tuple(groups)), None
+
+        shared = shared_weights(self.blocks, self.config)
+        parts = tuple(
+            (matrices, _of_lanes(own, lanes))
+            for matrices, own in zip(shared, weights, strict=True)
+        )
+        (x, groups), _ = scan_layers(
+            layer,
+            (x, groups),
+            (parts, jnp.arange(self._repeats, dtype=jnp.int32)),
+            remat="nothing",
+            unroll=min(self.config.transformer.unroll, self._repeats),
+            cached=True,
+        )
+        return x, groups
+
     def _block(
         self,
         place: int,
         matrices: tuple[Array, ...],
         own: LoopWeights,
         lanes: LoopPositions,
-    ) -> TransformerBlock:
+    ) -> LoopedBlock:
         """Returns a layer whose adapters are, at each lane, its loop's."""
         loops = self.config.loops
 
@@ -233,6 +299,63 @@ class DepthwiseBatching:
     @property
     def _cache_parts(self) -> int:
         return self.config.loops if self.config.loop_cache == "own" else 1
+
+
+def _on_keys(
+    lanes: LoopPositions, loop: int | None, ran: Int[Array, "B P"] | None
+) -> Callable:
+    """Runs a layer on the keys and values of each lane's loop: see `tick`."""
+
+    def run(block: TransformerBlock, x: Array, group: tuple[Array, Array], entry):
+        keys, values = group
+
+        def look(q, new: KeysValues, **options) -> Array:
+            nonlocal keys, values
+            # Written first: a token sees itself.
+            keys = _write(keys, entry, lanes, new.keys)
+            values = _write(values, entry, lanes, new.values)
+            k, v = (_seen(part, entry, lanes, loop) for part in (keys, values))
+            return _read(q, k, v, lanes, ran, **options)
+
+        x = block.through(x, lanes.position, look)
+        return x, (keys, values)
+
+    return run
+
+
+def _on_states(lanes: LoopPositions, repeats: int, act: Callable) -> Callable:
+    """Runs a layer on each row's own entry of its cache, by loop and then by repeat.
+
+    Args:
+      lanes: one a row.
+      act: `act(block, x, cache, tokens) -> (x, cache)`.
+    """
+    rows = jnp.arange(lanes.loop.shape[0])
+    # A lane without a token is a row of no tokens, which keeps its state.
+    live = lanes.live[:, 0].astype(jnp.int32)
+    tokens = Tokens(jnp.zeros_like(lanes.loop), lengths=live)
+
+    def run(block: LoopedBlock, x: Array, group: Any, entry: Array):
+        at = (lanes.loop[:, 0] * repeats + entry, rows)
+        # Every array of a cache but these two has layers and rows in front.
+        stacked = group._replace(position=None, layer=None)
+        own = jax.tree.map(lambda leaf: leaf[at][None], stacked)
+        own = own._replace(position=lanes.position[:, 0], layer=jnp.int32(0))
+        x, own = act(block, x, own, tokens)
+        own = own._replace(position=None, layer=None)
+        written = jax.tree.map(
+            lambda leaf, new: leaf.at[at].set(new[0], unique_indices=True),
+            *(stacked, own),
+        )
+        return x, written._replace(position=group.position, layer=group.layer)
+
+    return run
+
+
+def _write_state(
+    block: RatBlock | RecurrentBlock, x: Array, cache: Any, tokens: Tokens
+):
+    return x, block.write(x, cache, tokens)
 
 
 def _of_lanes(weights: LoopWeights, lanes: LoopPositions) -> LoopWeights:

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Bool, Float, Int
 
 from recurjax.layers.attention import KeysValues, KeyValueCache, slot_positions
 from recurjax.layers.mesh import UncutStack
 from recurjax.layers.position import learned_positions, with_positions
 from recurjax.layers.stack import (
-    CacheRows,
     PatternCache,
     advanced,
     loops_a_turn,
@@ -22,13 +22,17 @@ from recurjax.layers.stack import (
     scan_pattern,
 )
 from recurjax.types import Array, Cache, Missing, Tokens
+from recurjax.variants.rat import RatConfig
+from recurjax.variants.rat import stack as rat
 from recurjax.variants.relaxed_recursive_transformer.block import (
     BlockAdapters,
+    LoopedBlock,
     LoopWeights,
     hold_exited,
     join,
     loop_weights,
     make_adapters,
+    make_block,
     one_by_one,
     repeat_vectors,
     run_layer,
@@ -44,12 +48,12 @@ from recurjax.variants.relaxed_recursive_transformer.config import (
 from recurjax.variants.relaxed_recursive_transformer.depthwise_batching import (
     DepthwiseBatching,
 )
-from recurjax.variants.transformer.block import TransformerBlock
-from recurjax.variants.transformer.stack import empty_cache
+from recurjax.variants.transformer import TransformerConfig
+from recurjax.variants.transformer import stack as transformer
 
 
 class RelaxedRecursiveTransformerStack(
-    DepthwiseBatching, CacheRows, UncutStack[RelaxedRecursiveTransformerConfig]
+    DepthwiseBatching, UncutStack[RelaxedRecursiveTransformerConfig]
 ):
     """A block of K layers, run `loops` times; `blocks` as a Transformer's of K layers.
 
@@ -62,9 +66,8 @@ class RelaxedRecursiveTransformerStack(
         self.config = config
         base, loops = config.transformer, config.loops
 
-        def block(place: int, layer: Array, rngs: nnx.Rngs) -> TransformerBlock:
-            kind = base.pattern[place]
-            return TransformerBlock(base, kind=kind, layer=layer, rngs=rngs)
+        def block(place: int, layer: Array, rngs: nnx.Rngs) -> LoopedBlock:
+            return make_block(base, place, layer, rngs=rngs)
 
         blocks = make_blocks(
             block, layers=config.block_layers, pattern=len(base.pattern), rngs=rngs
@@ -72,9 +75,10 @@ class RelaxedRecursiveTransformerStack(
         if not config.tie_norms:
             blocks = [repeat_vectors(block, loops) for block in blocks]
         self.blocks = nnx.List(blocks)
-        self.position = learned_positions(
-            base.attention.position, base.width, base.init, rngs=rngs
-        )
+        position = None
+        if isinstance(base, TransformerConfig):
+            position = base.attention.position
+        self.position = learned_positions(position, base.width, base.init, rngs=rngs)
         # One adapter a depth and none shared: each is drawn from a key of its own.
         adapters = []
         if config.rank:
@@ -107,9 +111,21 @@ class RelaxedRecursiveTransformerStack(
           ValueError: learned positions end before `length`.
         """
         loops = self.config.loops if self.config.loop_cache == "own" else 1
+        base, entries = self.config.transformer, loops * self._repeats
+        sizes = (batch, length, dtype)
+        match base:
+            case TransformerConfig():
+                by_place = [entries] * len(base.pattern)
+                return transformer.empty_cache(base, by_place, *sizes)
+            case RatConfig():
+                return rat.empty_cache(self.blocks, entries, *sizes)
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Returns why rows of `length` tokens cannot train on a mesh, or None."""
         base = self.config.transformer
-        entries = [loops * self._repeats] * len(base.pattern)
-        return empty_cache(base, entries, batch, length, dtype)
+        if isinstance(base, RatConfig):
+            return rat.refuse_mesh(base, mesh, length)
+        return super().refuses(mesh, length)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens
@@ -168,6 +184,11 @@ class RelaxedRecursiveTransformerStack(
                 "share is for a model with loop_cache 'first', whose deeper loops read "
                 f"the keys and values of loop 1, and this one has {config.loop_cache!r}"
                 + (": use propagate or skip" if missing == "share" else ": use share")
+            )
+        if missing == "skip" and isinstance(config.transformer, RatConfig):
+            return (
+                "skip hides the keys that a token which left did not write, and a "
+                "RatConfig's mixers also have states: use propagate"
             )
         return None
 
@@ -229,7 +250,8 @@ class RelaxedRecursiveTransformerStack(
         x, groups, _ = self._run_loop(b, act, x, groups, cache, kv)
         # The mask is of this call alone: a cache between calls has the tree that
         # `init_cache` gave it.
-        groups = tuple(group._replace(hidden=None) for group in groups)
+        if ran is not None:
+            groups = tuple(group._replace(hidden=None) for group in groups)
         return x, cache._replace(groups=groups)
 
     def propagate(
@@ -238,8 +260,9 @@ class RelaxedRecursiveTransformerStack(
         """Writes the keys and values that tokens which left after b loops lack.
 
         The state in which they left is taken for the input of every deeper layer:
-        k = W_k norm(x), v = W_v norm(x), with that depth's additions. Source: Schuster
-        et al. 2022 (CALM), section 3.3.
+        k = W_k norm(x), v = W_v norm(x), with that depth's additions. States are
+        advanced by it in the same way. Source: Schuster et al. 2022 (CALM), section
+        3.3.
 
         Args:
           x: after the last loop run, before the final norm.
