@@ -8,29 +8,28 @@ from jax.sharding import Mesh
 from recurjax.errors import UserError
 from recurjax.model import Decoder
 from recurjax.surgery.named_parameters import made_by, named_leaves
-from recurjax.surgery.relaxed_recursive import evenly_kept, is_matrix, recursive_config
+from recurjax.surgery.relaxed_recursive import (
+    evenly_kept,
+    is_matrix,
+    loopable,
+    recursive_config,
+)
 from recurjax.types import Array
-from recurjax.variants.transformer import TransformerConfig
 
 
 def with_evenly_kept_layers(
     model: Decoder, loops: int, *, mesh: Mesh | None = None
 ) -> Decoder:
-    """Leaves out layers of a Transformer, so that the loops divide those that stay.
+    """Leaves out layers of a model, so that the loops divide those that stay.
 
     Args:
       mesh: mesh of the model and of the result; None: one device.
 
     Raises:
-      UserError: the model is not a Transformer, has fewer layers than loops, or has
-        windows that differ by layer, whose pattern would not stay.
+      UserError: the model's layers cannot be looped, are fewer than the loops, or
+        differ in their windows or mixers, whose pattern would not stay.
     """
-    base = model.config.stack
-    if not isinstance(base, TransformerConfig):
-        raise UserError(
-            "only a Transformer's layers can be removed, and the model's "
-            f"stack is a {type(base).__name__}"
-        )
+    base = loopable(model)
     if not 1 <= loops <= base.layers:
         raise UserError(f"loops must be in 1..{base.layers}, got {loops}")
     # The largest multiple of the loops that the model has.
@@ -39,7 +38,7 @@ def with_evenly_kept_layers(
         return model
     if len(base.pattern) > 1:
         raise UserError(
-            "layers cannot be removed from a model whose windows or positions "
+            "layers cannot be removed from a model whose windows, positions or mixers "
             f"differ by layer: {base.pattern}"
         )
     ours, rows = named_leaves(model), jnp.array(layers)

@@ -22,6 +22,9 @@ from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.position import Alibi
 from recurjax.model import Decoder
 from recurjax.types import Array, Tokens
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
 from recurjax.variants.transformer import TransformerConfig
 
 Scope = Literal["heads", "groups", "layer"]
@@ -72,6 +75,27 @@ def recency_ratio(attention: Float[Array, "*B T T"], window: int) -> Float[Array
     )
 
 
+def with_own_heads(model: Decoder) -> TransformerConfig:
+    """Returns the stack of a model each of whose layers has heads of its own.
+
+    Raises:
+      UserError: it is not a Transformer's.
+    """
+    stack = model.config.stack
+    if isinstance(stack, RelaxedRecursiveTransformerConfig):
+        raise UserError(
+            "heads are replaced layer by layer, and the loops of a recursive model "
+            "share theirs: write its layers out with recurjax convert to-transformer "
+            "RUN OUT, and convert OUT"
+        )
+    if not isinstance(stack, TransformerConfig):
+        raise UserError(
+            "only heads of a Transformer can be replaced, and the model's "
+            f"stack is a {type(stack).__name__}"
+        )
+    return stack
+
+
 def measure_recency(
     model: Decoder,
     batches: Iterable[np.ndarray],
@@ -94,12 +118,7 @@ def measure_recency(
       UserError: the model is not a Transformer, its layers have windows or ALiBi, or
         there is no text.
     """
-    config = model.config.stack
-    if not isinstance(config, TransformerConfig):
-        raise UserError(
-            "the recency of heads is measured in a Transformer, and the "
-            f"model's stack is a {type(config).__name__}"
-        )
+    config = with_own_heads(model)
     if len(config.pattern) > 1:
         raise UserError(
             "the recency of heads is measured in models whose layers are "

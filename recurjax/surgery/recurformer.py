@@ -20,6 +20,7 @@ from recurjax.errors import UserError
 from recurjax.layers.mamba import Mamba
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.surgery.recency import with_own_heads
 from recurjax.types import Array, Scalar, Tokens
 from recurjax.variants.recurformer import (
     MambaConfig,
@@ -27,7 +28,7 @@ from recurjax.variants.recurformer import (
     RecurFormerStack,
 )
 from recurjax.variants.recurformer.config import added_parameters, cache_bytes
-from recurjax.variants.transformer import TransformerConfig, TransformerStack
+from recurjax.variants.transformer import TransformerStack
 
 
 def to_recurformer(
@@ -52,12 +53,7 @@ def to_recurformer(
     Raises:
       UserError: the model is not a Transformer, or these heads cannot be replaced.
     """
-    base = model.config.stack
-    if not isinstance(base, TransformerConfig):
-        raise UserError(
-            "only heads of a Transformer can be replaced, and the model's "
-            f"stack is a {type(base).__name__}"
-        )
+    base = with_own_heads(model)
     # The config rejects wrong heads, which are the user's mistake.
     try:
         stack = RecurFormerConfig(transformer=base, replaced=replaced, mamba=mamba)

@@ -1,7 +1,7 @@
-"""A Transformer made recursive, and a recursive model made a Transformer.
+"""A model made recursive, and a recursive model written out.
 
 In numpy, tensor by tensor; nothing here is differentiated. Next to the two models,
-memory holds one tensor of the new one and a few layers' matrices of the Transformer,
+memory holds one tensor of the new one and a few layers' matrices of the source,
 gathered from its devices. Source: the paper's section 2.3, its ablations and eq. (4);
 layers count from 0.
 """
@@ -30,10 +30,11 @@ from recurjax.surgery.named_parameters import (
     stacked,
 )
 from recurjax.types import Array
+from recurjax.variants.rat import RatConfig
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.relaxed_recursive_transformer.block import depths_of
+from recurjax.variants.relaxed_recursive_transformer.block import depths_of, map_name
 from recurjax.variants.relaxed_recursive_transformer.config import Sharing
 from recurjax.variants.transformer import TransformerConfig
 
@@ -58,16 +59,33 @@ class Factors(NamedTuple):
     expand: Float[np.ndarray, "R M"]
 
 
-MAPS = {
-    "q": "attention.w_q",
-    "k": "attention.w_k",
-    "v": "attention.w_v",
-    "out": "attention.w_out",
-    "up": "mlp.w_up",
-    "gate": "mlp.w_gate",
-    "down": "mlp.w_down",
-}
-"""Our name of the weight that each adapter adds to."""
+_MAPS = (
+    *("q", "k", "v", "out", "up", "gate", "down", "forget_gate", "output_gate"),
+    *("forget_gate_reduce", "forget_gate_expand"),
+    *("output_gate_reduce", "output_gate_expand", "u", "z", "x", "dt", "back"),
+)
+"""All linear maps of any layer, in the order of the seeds of their A."""
+
+
+def maps_of(model: Decoder) -> list[dict[str, str]]:
+    """Returns, for each place of the pattern, the weight of each linear map.
+
+    Args:
+      model: a stack to be looped, or a looped one.
+    """
+    stack = model.config.stack
+    if isinstance(stack, RelaxedRecursiveTransformerConfig):
+        stack = stack.transformer
+    assert isinstance(stack, TransformerConfig | RatConfig)
+    places: list[dict[str, str]] = [{} for _ in stack.pattern]
+    for name in named_leaves(model):
+        block = re.match(r"stack\.blocks\.(\d+)\.(.*)", name)
+        if block is None or not is_matrix(name):
+            continue
+        place, linear = int(block[1]), map_name(block[2])
+        if linear in stack.block_maps(place):
+            places[place][linear] = block[2]
+    return places
 
 
 def to_recursive(
@@ -82,13 +100,13 @@ def to_recursive(
     mesh: Mesh | None = None,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Decoder:
-    """Makes a Transformer recursive: a shared block, and additions towards its layers.
+    """Makes a model recursive: a shared block, and additions towards its layers.
 
     Embedding, final norm and head are copied. Untied norms and biases are each layer's
     own; tied ones start as the matrices do.
 
     Args:
-      model: a Transformer.
+      model: a Transformer, or a stack of RAT's mixers.
       stack: what it becomes; its `transformer` is the model's own config.
       init: see `BlockInit`.
       adapters: "svd": the best of their rank, see `low_rank_factors`; "zero": they add
@@ -102,14 +120,9 @@ def to_recursive(
         in all as many as `matrices` counts, where the rank is not 0.
 
     Raises:
-      UserError: the model is not a Transformer, or another one than `stack` says.
+      UserError: the model's layers cannot be looped, or are others than `stack` says.
     """
-    base = model.config.stack
-    if not isinstance(base, TransformerConfig):
-        raise UserError(
-            "only a Transformer can be made recursive, and the model's stack "
-            f"is a {type(base).__name__}"
-        )
+    base = loopable(model)
     if stack.transformer != base:
         raise UserError("stack.transformer must be the model's own stack, unchanged")
     if norms is not None and not stack.tie_norms:
@@ -126,16 +139,13 @@ def to_recursive(
 
 
 def matrices(model: Decoder) -> int:
-    """Returns how many matrices a Transformer's layers have that loops may share."""
-    base = model.config.stack
-    assert isinstance(base, TransformerConfig)
-    names = named_leaves(model)
-    shared = [m for m in MAPS.values() if f"stack.blocks.0.{m}" in names]
-    return len(shared) * base.layers
+    """Returns how many matrices a model's layers have that loops may share."""
+    base = loopable(model)
+    return sum(map(len, maps_of(model))) * (base.layers // len(base.pattern))
 
 
 def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
-    """Writes a recursive model out: an ordinary Transformer of L layers that is equal.
+    """Writes a recursive model out: an ordinary model of L layers that is equal.
 
     Each depth's matrices are W + A B, multiplied in float64.
 
@@ -155,6 +165,7 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
     config = dataclasses.replace(model.config, stack=stack.transformer)
     ours, P = named_leaves(model), len(stack.transformer.pattern)
     depths = depths_of(stack.layers, stack.loops, stack.sharing)
+    linear = [{weight: n for n, weight in maps.items()} for maps in maps_of(model)]
 
     def make(name: str) -> np.ndarray | Array:
         block = re.match(r"stack\.blocks\.(\d+)\.(.*)", name)
@@ -164,7 +175,7 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
 
         def layer(repeat: int) -> np.ndarray:
             [[b, k]] = np.argwhere(depths == place + repeat * P).tolist()
-            return _of_use(ours, stack, inner, b, k)
+            return _of_use(ours, stack, inner, b, k, linear[place].get(inner))
 
         return stacked(stack.layers // P, layer)
 
@@ -174,24 +185,34 @@ def to_transformer(model: Decoder, *, mesh: Mesh | None = None) -> Decoder:
 def recursive_stack(
     model: Decoder, **settings: Any
 ) -> RelaxedRecursiveTransformerConfig:
-    """Returns the constraint that makes a Transformer recursive, for `to_recursive`.
+    """Returns the constraint that makes a model recursive, for `to_recursive`.
 
     Args:
       settings: loops, sharing, rank, tie_norms, loop_cache.
 
     Raises:
-      UserError: the model is not a Transformer, or cannot be cut so.
+      UserError: the model's layers cannot be looped, or not in this way.
     """
-    base = model.config.stack
-    if not isinstance(base, TransformerConfig):
-        raise UserError(
-            "only a Transformer can be made recursive, and the model's stack "
-            f"is a {type(base).__name__}"
-        )
+    base = loopable(model)
     try:
         return RelaxedRecursiveTransformerConfig(transformer=base, **settings)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def loopable(model: Decoder) -> TransformerConfig | RatConfig:
+    """Returns the stack of a model whose layers can be looped.
+
+    Raises:
+      UserError: it is another variant's.
+    """
+    stack = model.config.stack
+    if not isinstance(stack, TransformerConfig | RatConfig):
+        raise UserError(
+            "only layers of a TransformerConfig or a RatConfig can be looped, and the "
+            f"model's stack is a {type(stack).__name__}"
+        )
+    return stack
 
 
 def recursive_config(model: Decoder) -> RelaxedRecursiveTransformerConfig:
@@ -214,13 +235,17 @@ def _of_use(
     name: str,
     b: int,
     k: int,
+    linear: str | None,
 ) -> np.ndarray:
-    """Returns a parameter of the block's layer k as its b-th use has it."""
+    """Returns a parameter of the block's layer k as its b-th use has it.
+
+    Args:
+      linear: the linear map whose weight it is; None: of none.
+    """
     repeat, place = divmod(k, len(stack.transformer.pattern))
     leaf = ours[f"stack.blocks.{place}.{name}"]
     by_use = not stack.tie_norms and not is_matrix(name)
     value = on_host(leaf[b, repeat] if by_use else leaf[repeat])
-    linear = {weight: linear for linear, weight in MAPS.items()}.get(name)
     if linear is None or not stack.rank:
         return value
     # The addition joined in.
@@ -312,6 +337,7 @@ class RecursiveParts:
         assert isinstance(stack, RelaxedRecursiveTransformerConfig)
         self.stack, self.start, base = stack, start, stack.transformer
         self.source, self.pattern = named_leaves(model), len(base.pattern)
+        self.maps = maps_of(model)
         self.depths = depths_of(base.layers, stack.loops, stack.sharing)
         self.sources: Sequence[Sequence[int]] = ()
         if start.init == "random":
@@ -334,9 +360,10 @@ class RecursiveParts:
         if (place, linear, side) not in self._factors:
             # A and B come together, and of fused maps all three pairs.
             fused = self.start.fused_qkv and linear in _FUSED
-            for map_name, pair in self._adapters(place, _FUSED if fused else (linear,)):
+            names = [n for n in _FUSED if n in self.maps[place]] if fused else [linear]
+            for each, pair in self._adapters(place, names):
                 for its_side, factor in pair._asdict().items():
-                    self._factors[place, map_name, its_side] = factor
+                    self._factors[place, each, its_side] = factor
         return self._factors.pop((place, linear, side))
 
     def _of_block(self, place: int, name: str) -> np.ndarray:
@@ -386,17 +413,19 @@ class RecursiveParts:
     ) -> Iterator[tuple[str, Factors]]:
         """Yields for each map its A and B, by loop and by repeat of the pattern."""
         factors: dict[str, Factors] = {}
-        layers = self._layers_of(place)
+        layers, weights = self._layers_of(place), self.maps[place]
         for repeat, k in enumerate(layers):
             shared = {
-                name: flat(MAPS[name], self._shared(MAPS[name], k)) for name in names
+                name: flat(weights[name], self._shared(weights[name], k))
+                for name in names
             }
             # Kept from the first use to the second where the two are opposite.
             vectors: np.ndarray | None = None
             for b, depth in enumerate(self.depths[:, k].tolist()):
                 residuals = {}
                 for name in names:
-                    residuals[name] = flat(MAPS[name], self._layer(MAPS[name], depth))
+                    weight = weights[name]
+                    residuals[name] = flat(weight, self._layer(weight, depth))
                     residuals[name] -= shared[name]
                 pairs, vectors = self._pairs(depth, residuals, vectors)
                 for name, pair in pairs.items():
@@ -448,7 +477,7 @@ class RecursiveParts:
         # Nothing to add: a drawn A, so that B = 0 still has a gradient. A stream of
         # each matrix's own: the order of making them means nothing.
         inputs, outputs = residual.shape
-        draw = np.random.default_rng((self.start.seed, depth, list(MAPS).index(name)))
+        draw = np.random.default_rng((self.start.seed, depth, _MAPS.index(name)))
         reduce = draw.normal(scale=inputs**-0.5, size=(inputs, rank))
         return Factors(reduce, np.zeros((rank, outputs))), vectors
 
@@ -536,7 +565,7 @@ class Energy(NamedTuple):
 
     Attributes:
       depth: depth of the layer, from 0.
-      name: q, k, v, out, up, gate or down.
+      name: the linear map's name, such as q or down.
       residual: Frobenius norm of W_l - W'.
       kept: share of its square that the addition has; 1 where there is no residual.
     """
@@ -553,23 +582,20 @@ def kept_energy(
     *,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[Energy]:
-    """Compares a recursive model with the Transformer that it was made of.
+    """Compares a recursive model with the one that it was made of.
 
     What is left over is ||W_l - W' - A B||^2, so kept = 1 - left / ||W_l - W'||^2; an
     addition of low rank by singular values can only keep, one not trained for it may
     also lose.
     """
-    stack, base = recursive_config(recursive), model.config.stack
-    assert isinstance(base, TransformerConfig)
+    stack, base, maps = recursive_config(recursive), loopable(model), maps_of(model)
     ours, theirs, P = named_leaves(recursive), named_leaves(model), len(base.pattern)
     energies = []
     for b, row in enumerate(depths_of(base.layers, stack.loops, stack.sharing)):
         for k, depth in enumerate(row.tolist()):
             repeat, place = divmod(k, P)
-            for name, weight in MAPS.items():
+            for name, weight in maps[place].items():
                 block = f"stack.blocks.{place}.{weight}"
-                if block not in theirs:
-                    continue
                 # One matrix after another, gathered from its devices. In float64:
                 # differences of nearly equal matrices are what is measured.
                 residual = flat(weight, on_host(theirs[block][depth // P]))

@@ -16,10 +16,10 @@ from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
 from recurjax.surgery.named_parameters import parameters
 from recurjax.surgery.relaxed_recursive import (
-    MAPS,
     evenly_kept,
     flat,
     kept_energy,
+    maps_of,
     to_recursive,
     to_transformer,
 )
@@ -131,7 +131,9 @@ def test_only_the_models_own_transformer_is_made_recursive():
     model = from_hf(BASES[0].values[0]).model
     stack = recursive(model, loops=2)
     converted = to_recursive(model, stack, init="stepwise")
-    with pytest.raises(UserError, match="only a Transformer"):
+    with pytest.raises(
+        UserError, match="only layers of a TransformerConfig or a RatConfig"
+    ):
         to_recursive(converted, stack, init="stepwise")
     with pytest.raises(UserError, match="must be recursive"):
         to_transformer(model)
@@ -219,8 +221,9 @@ def test_additions_to_a_mean_are_the_best_of_their_rank(llama, loops):
     theirs = parameters(llama)
     # A square matrix, one that is wider than high, and one that is higher.
     for name in ("q", "up", "down"):
-        weight = theirs[f"stack.blocks.0.{MAPS[name]}"]
-        layers = [flat(MAPS[name], layer) for layer in weight]
+        inner = maps_of(llama)[0][name]
+        weight = theirs[f"stack.blocks.0.{inner}"]
+        layers = [flat(inner, layer) for layer in weight]
         for energy in kept_energy(llama, converted):
             if energy.name == name:
                 uses = layers[energy.depth % (6 // loops) :: 6 // loops]

@@ -413,14 +413,14 @@ RANKS = (0, 64, 128, 256, 512)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToRecursive(RangeChecks):
-    """Converts a Transformer into a recursive model: one block that runs several times.
+    """Converts a model into a recursive one: one block that runs several times.
 
     Writes a run directory with report.json and energy.png, which show for each matrix
     its distance from the shared one and the share that its LoRA recovers. Continue
     training with --training.start-from.
 
     Attributes:
-      run: a run or an imported directory with a Transformer.
+      run: a run or an imported directory with a Transformer or a stack of RAT's mixers.
       out: the new run directory, written atomically.
       loops: how many times the block runs; must divide the layers.
       init: layers that initialize the block: stepwise, average, lower, upper or
@@ -542,7 +542,7 @@ def run_to_recursive(argv: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToTransformer(RangeChecks):
-    """Converts a recursive model into an ordinary Transformer with all its layers.
+    """Converts a recursive model into an ordinary one with all its layers.
 
     Attributes:
       run: the run directory of a recursive model.
@@ -567,7 +567,7 @@ def run_to_transformer(argv: list[str]) -> int:
     model = to_transformer(loaded.model, mesh=mesh)
     write_changed_run(options.out, loaded, model, lambda folder: None)
     layers = model.config.stack.layers
-    print(f"{options.out}: a Transformer of {layers} layers")
+    print(f"{options.out}: an ordinary model of {layers} layers")
     return 0
 
 

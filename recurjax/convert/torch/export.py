@@ -117,6 +117,11 @@ def to_torch(
             "a model with a row decoder, trained with the objective Compress, "
             "predicts no next tokens and has no PyTorch module"
         )
+    if _loops_mixers(config.stack):
+        raise UserError(
+            "a loop over a RatConfig's mixers has no PyTorch module: write its layers "
+            "out with recurjax convert to-transformer RUN OUT, and export OUT"
+        )
     if format == "torch" and _asks_length(config.stack):
         raise UserError(
             "--format torch does not support rope scalings that depend on the "
@@ -153,6 +158,12 @@ def to_torch(
     return parity
 
 
+def _loops_mixers(stack: StackConfig) -> bool:
+    """Whether a recursive model's layers are RAT's."""
+    looped = isinstance(stack, RelaxedRecursiveTransformerConfig)
+    return looped and isinstance(stack.transformer, RatConfig)
+
+
 def _asks_length(stack: StackConfig) -> bool:
     """Whether a layer's rotation depends on more than positions."""
     match stack:
@@ -162,6 +173,7 @@ def _asks_length(stack: StackConfig) -> bool:
             base = stack.transformer
         case _:
             return False
+    assert isinstance(base, TransformerConfig), "_loops_mixers is asked first"
     positions = (kind.position for kind in base.pattern)
     return any(isinstance(p, Rope) and p.asks_length for p in positions)
 

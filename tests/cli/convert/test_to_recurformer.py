@@ -119,6 +119,33 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_recursive_model_is_written_out_first(base, tmp_path):
+    looped, plain, heads = (tmp_path / name for name in ("looped", "plain", "heads"))
+    options = ("--loops", "2", "--rank", "2")
+    code, _, err = recurjax("convert", "to-recursive", base / "base", looped, *options)
+    assert code == 0, err
+    heads.write_text("[[1], []]")
+    to_recurformer = ("--heads", heads, *SMALL)
+    refused = recurjax(
+        "convert", "to-recurformer", looped, tmp_path / "no", *to_recurformer
+    )
+    assert_refused(refused, "write its layers out with recurjax convert to-transformer")
+    assert recurjax("convert", "to-transformer", looped, plain)[0] == 0
+    for replaced, out in (("[[], []]", "same"), ("[[1], []]", "one")):
+        heads.write_text(replaced)
+        words = ("to-recurformer", plain, tmp_path / out, *to_recurformer)
+        code, said, err = recurjax("convert", *words)
+        assert code == 0, err
+    assert "1 of 8 heads replaced" in said
+    ids = np.arange(9, dtype=np.int32)[None]
+    want, same, one = (
+        np.asarray(logits_of(load_run(run).model, ids))
+        for run in (looped, tmp_path / "same", tmp_path / "one")
+    )
+    np.testing.assert_allclose(same, want, atol=2e-5)
+    assert np.abs(one - want).max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -16,6 +16,7 @@ from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import assert_refused, recurjax
 from tests.variants.rat import switches as rat
+from tests.variants.recurrent_transformer import switches as recurrent
 from tests.variants.transformer import switches as transformer
 
 IDS = np.arange(12, dtype=np.int32)[None]
@@ -26,7 +27,8 @@ def base(quick_compilation, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recursive")
     for name, config in (
         ("base", transformer.small(key_heads=2, layers=4)),
-        ("rat", rat.SWITCHES["rat"]),
+        ("rat", rat.small(rat.rat(), rat.WINDOW)),
+        ("recurrent", recurrent.small()),
     ):
         model = transformer.build(dataclasses.replace(config, vocabulary=257))
         experiment = new_experiment(folder / name, model.config, length=13)
@@ -59,6 +61,29 @@ def test_a_whole_rank_is_the_model_and_comes_back(base, tmp_path):
     np.testing.assert_allclose(logits(back), logits(base / "base"), atol=2e-5)
 
 
+def test_mixers_of_rat_come_back_and_are_exported_written_out(base, tmp_path):
+    looped, back = tmp_path / "looped", tmp_path / "back"
+    options = ("--loops", "2", "--rank", "99", "--no-tie-norms")
+    code, said, err = convert(base / "rat", looped, *options)
+    assert code == 0 and "parameters" in said, err
+    assert load_run(looped).model.config.stack.block_layers == 2
+    np.testing.assert_allclose(logits(looped), logits(base / "rat"), atol=2e-5)
+    report = json.loads((looped / "report.json").read_text())["matrices"]
+    # RAT has q, k, v, out and two gates, attention four maps, the MLP two.
+    assert len(report) == 2 * (6 + 4 + 2 * 2)
+    assert all(row["kept"] == pytest.approx(1, abs=1e-6) for row in report)
+    refused = recurjax("convert", "to-torch", looped, tmp_path / "no", "--no-check")
+    assert_refused(refused, "write its layers out with recurjax convert to-transformer")
+    code, said, err = recurjax("convert", "to-transformer", looped, back)
+    assert code == 0 and "4 layers" in said, err
+    assert load_run(back).model.config == load_run(base / "rat").model.config
+    np.testing.assert_allclose(logits(back), logits(base / "rat"), atol=2e-5)
+    code, _, err = recurjax(
+        "convert", "to-torch", back, tmp_path / "torch", "--no-check"
+    )
+    assert code == 0, err
+
+
 def test_more_rank_keeps_more(base, tmp_path):
     kept = []
     for rank in ("0", "1", "3"):
@@ -78,7 +103,8 @@ def test_more_rank_keeps_more(base, tmp_path):
         ("base", ("--loops", "3"), "divide the 4 layers"),
         ("base", ("--loops", "2", "--rank", "-1"), "--rank: must be >= 0, got -1"),
         ("base", ("--loops", "2"), r"--rank is missing: .* \d\d% with --rank 0, "),
-        ("rat", ("--loops", "2"), "only a Transformer can be made recursive"),
+        ("recurrent", ("--loops", "2"), "only layers of a TransformerConfig or a"),
+        ("rat", ("--loops", "4", "--rank", "0"), "pattern of 2 mixers must divide"),
         ("nowhere", ("--loops", "2"), "no run directory"),
     ],
 )
