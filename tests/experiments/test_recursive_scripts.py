@@ -6,13 +6,15 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from recurjax.errors import UserError
+from recurjax.model import count_parameters
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "relaxed_recursive_transformer"
-SCRIPTS = ("runs", "uptraining_set", "byte_model", "smollm2")
+SCRIPTS = ("runs", "uptraining_set", "byte_model", "smollm2", "loop_over_rat")
 
 
 @pytest.fixture
@@ -62,6 +64,16 @@ def test_a_part_of_the_grid_is_chosen_by_name(script):
     assert [case.name for case in select(cases, names)] == names
     with pytest.raises(UserError, match="--cases must be among base_on, "):
         select(cases, ["rank9"])
+
+
+def test_a_looped_rat_has_the_parameters_of_one_and_the_flops_of_another(script):
+    module = script("loop_over_rat")
+    options = module.Options(text=Path("text"))
+    runs = {name: module.experiment(name, options) for name in get_args(module.Name)}
+    sizes = {name: count_parameters(run.model).total for name, run in runs.items()}
+    flops = {name: run.flops_per_token for name, run in runs.items()}
+    assert sizes["looped"] == sizes["rat_4"] < sizes["looped_rank16"] < sizes["rat_8"]
+    assert flops["rat_4"] < flops["looped"] == flops["rat_8"] < flops["looped_rank16"]
 
 
 class FakeTimer:
@@ -152,3 +164,16 @@ def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch
     assert rows[0].startswith("| held-out nats per token | start | 256 tokens |")
     names = [row.split("|")[1].strip() for row in rows[2:]]
     assert names == ["b2_random", "b2_stepwise_tied", "b2_rank2_svd"]
+
+
+@pytest.mark.sweep
+def test_a_small_set_of_looped_rats_trains_and_resumes(script, tmp_path, capsys):
+    module, text = script("loop_over_rat"), tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 3000)
+    words = [str(text), "--runs", str(tmp_path / "runs"), "--tokens", "8192"]
+    words += ["--models", "looped", "looped_rank16", "--seeds", "1"]
+    assert module.main(words) == 0
+    table = capsys.readouterr().out
+    assert "| looped |" in table and "| looped_rank16 |" in table
+    assert module.main(words) == 0
+    assert (tmp_path / "runs" / "results.md").read_text() in capsys.readouterr().out
