@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill import RecurrentCache, empty_cache
-from recurjax.layers.attention import read_layer, write_layer
+from recurjax.layers.attention import dropped_slots, read_layer, write_layer
 from recurjax.layers.mesh import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
@@ -98,13 +98,43 @@ class RecurrentBlock(RecurrentTransformerBlock):
         z, own = run_layers(self.config, block, x, own, tokens)
         if cache.slots == 0:
             return z, cache
-        new = {name: getattr(own, name)[0] for name in _PAIRS}
-        return z, cache._replace(
-            **{
-                name: write_layer(getattr(cache, name), cache.layer, array)
-                for name, array in (new | {"written": own.written}).items()
-            }
-        )
+        return z, _written(cache, own, before=written, tokens=x.shape[1])
+
+
+def _written(
+    cache: RecurrentLayerCache,
+    own: RecurrentCache,
+    *,
+    before: Int[Array, " B"],
+    tokens: int,
+) -> RecurrentLayerCache:
+    """Returns the cache with what a call of T tokens has added to its layer's own.
+
+    Of the slots only the new ones are copied: a decode step writes one pair, not all.
+    """
+    rows = jnp.arange(len(before))[:, None]
+    # A step before the call may have left its pair: at most T + 1 are new.
+    slot = before[:, None] + jnp.arange(tokens + 1)
+    read = jnp.minimum(slot, cache.slots - 1)
+    nowhere = dropped_slots(cache.slots, tokens + 1)
+    put = jnp.where(slot < own.written[:, None], slot, nowhere)
+
+    def add(stacked: Array, layer: Array) -> Array:
+        index = (cache.layer, rows, put)
+        new = layer[0][rows, read]
+        return stacked.at[index].set(new, mode="drop", unique_indices=True)
+
+    small = ("temporary_keys", "temporary_values", "source")
+    arrays = {name: getattr(own, name)[0] for name in small}
+    arrays["written"] = own.written
+    return cache._replace(
+        keys=add(cache.keys, own.keys),
+        values=add(cache.values, own.values),
+        **{
+            name: write_layer(getattr(cache, name), cache.layer, array)
+            for name, array in arrays.items()
+        },
+    )
 
     def write(
         self, x: Float[Array, "B T D"], cache: RecurrentLayerCache, tokens: Tokens
