@@ -1,4 +1,4 @@
-"""The cost of each mixer of the 1.3B models against T, as table and plot.
+"""The cost of each mixer of the 1.3B models, Mamba and RT's layer against T.
 
 Training FLOPs of a token (a mixer alone, the causal half not discounted) and bytes of
 the cache, a token and layer, in bfloat16 with float32 states. Counted, not timed, so
@@ -14,7 +14,7 @@ from pathlib import Path
 from recurjax.cli.options import parse, run_script
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_figure
-from recurjax.variants.rat import MixerConfig, presets
+from recurjax.variants.rat import PlaceConfig, presets
 from recurjax.variants.rat.stack import MixerCost, mixer_cost
 
 WIDTH = 2048
@@ -36,8 +36,8 @@ class Options:
             raise UserError(f"--png: there is no directory {self.png.parent}")
 
 
-def mixers(length: int) -> dict[str, MixerConfig]:
-    """Returns the mixers of the 1.3B models; the reversed design has 64 chunks."""
+def mixers(length: int) -> dict[str, PlaceConfig]:
+    """Returns what a place of a 1.3B model may be; the reversed has 64 chunks."""
     size = {"width": WIDTH, "heads": 16}
     chunk = length // 64
     return {
@@ -47,6 +47,8 @@ def mixers(length: int) -> dict[str, MixerConfig]:
         "reversed": presets.reversed_rat(**size, chunk=chunk, length=length),
         "window 1024": presets.attention(**size, window=1024),
         "attention": presets.attention(**size),
+        "Mamba": presets.mamba(width=WIDTH),
+        "RT's layer": presets.recurrent(**size),
     }
 
 

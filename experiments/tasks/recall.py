@@ -17,6 +17,7 @@ night.
 """
 
 import json
+import re
 import statistics
 import sys
 import time
@@ -324,10 +325,10 @@ def grid(options: Options) -> list[tuple[Cell, Experiment]]:
 
 def _task_of(name: str) -> str:
     """Returns the task of a row's name: what `_attention` and its like end."""
-    mixer = name.rpartition("_")[2]
-    if mixer.isdigit():  # recurformer_25
-        return name.rpartition("_recurformer_")[0]
-    return name.removesuffix(f"_{mixer}")
+    return _MIXERS.sub("", name)
+
+
+_MIXERS = re.compile(r"(_(attention|swa|rt|lrt|rat16|rnn|mamba|recurformer_\d+))+$")
 
 
 def main(argv: list[str] | None = None) -> int:

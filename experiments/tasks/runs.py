@@ -1,11 +1,12 @@
-"""Small tasks by ten small models of one size, for two CPU cores.
+"""Small tasks by fifteen small models of one size, for two CPU cores.
 
 Two layers of width 64 with four heads; the MLP's width makes all models as large as
 attention with 256, within half a percent. RT has eight heads and two thirds of the
 rate, since with four it stays at MQAR's floor. Positions are each paper's own: ALiBi
 for RT, rotation of tokens for LRT, attention, its window and RecurFormer's heads, of
-chunks for RAT; the RNN has none. `recurformer_N` replaces N percent of the heads by
-Mamba. All see the same rows with Adam; LRT makes its two passes over them.
+chunks for RAT; the RNN and Mamba have none. `recurformer_N` replaces N percent of the
+heads by Mamba; `mamba_swa` and the like name the mixers of both layers. All see the
+same rows with Adam; LRT makes its two passes over them.
 
 Settings that can learn recall: embeddings as large as what a branch writes
 (`UNIT_VARIANCE`), an untied head, 64 rows per step, 50 steps of warm-up and a constant
@@ -48,7 +49,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.latent_recurrent_transformer.presets import FINAL_NORM, shared
-from recurjax.variants.rat import MixerConfig, RatConfig, presets
+from recurjax.variants.rat import PlaceConfig, RatConfig, presets
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
@@ -69,6 +70,11 @@ Mixer = Literal[
     "recurformer_50",
     "recurformer_75",
     "recurformer_100",
+    "mamba",
+    "mamba_attention",
+    "mamba_swa",
+    "mamba_rat16",
+    "swa_rt",
 ]
 MLP_WIDTHS: dict[Mixer, int] = {
     "attention": 256,
@@ -81,9 +87,14 @@ MLP_WIDTHS: dict[Mixer, int] = {
     "recurformer_50": 204,
     "recurformer_75": 143,
     "recurformer_100": 57,
+    "mamba": 129,
+    "mamba_attention": 192,
+    "mamba_swa": 192,
+    "mamba_rat16": 176,
+    "swa_rt": 191,
 }
 """What is left for the MLP next to each mixer."""
-RATES: dict[Mixer, float] = {"rt": 2e-3}
+RATES: dict[Mixer, float] = {"rt": 2e-3, "swa_rt": 2e-3}
 """Learning rates other than 3e-3."""
 
 
@@ -195,16 +206,18 @@ def stack(mixer: Mixer, *, vocabulary: int, length: int) -> StackConfig:
             mamba=MambaConfig(dt_rank=8),
         )
     size = {"width": WIDTH, "heads": HEADS}
-    mixers: dict[str, MixerConfig] = {
+    places: dict[str, PlaceConfig] = {
         "rat16": presets.rat(**size, chunk=16),
         "rnn": presets.rnn(**size, length=length),
         "attention": presets.attention(**size),
         "swa": presets.attention(**size, window=length // 4),
+        "mamba": presets.mamba(width=WIDTH),
+        "rt": presets.recurrent(width=2 * WIDTH, heads=2 * HEADS),
     }
     return RatConfig(
         layers=LAYERS,
         width=WIDTH,
-        pattern=(mixers[mixer],),
+        pattern=tuple(places[word] for word in mixer.split("_")),
         mlp=mlp,
         init=UNIT_VARIANCE,
     )
@@ -242,7 +255,7 @@ def _small(name: str, *, mixer: Mixer, task: SmallTask) -> Experiment:
 RUNS: dict[str, Run] = {
     f"{task}_{mixer}": Run(
         make=partial(_small, mixer=mixer, task=sizes),
-        reproduces="no table: ten models of one size",
+        reproduces="no table: fifteen models of one size",
         expected="tokens to 0.9 in docs/tasks.md",
     )
     for task, sizes in TASKS.items()

@@ -71,7 +71,7 @@ def test_the_cost_table_counts_caches_and_products(script, capsys, tmp_path):
     assert cost.main(["--png", str(tmp_path / "cost.png")]) == 0
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert said.count("\n") == 2 * (2 + 6) + 1
+    assert said.count("\n") == 2 * (2 + 8) + 1
     result, D = cost.costs(), 2048
     for place, length in enumerate(cost.LENGTHS):
         rows = {name: row[place] for name, row in result.items()}

@@ -77,8 +77,10 @@ def plain_logits(model):
 
 
 EVERY = [
-    # The memory's recurrence takes long to compile, its gradient longest.
-    pytest.param(name, marks=pytest.mark.slow) if "latent" in name else name
+    # Recurrences through a layer take long to compile, the memory's gradient longest.
+    pytest.param(name, marks=pytest.mark.slow)
+    if name.startswith(("latent", "rt_in"))
+    else name
     for name in VARIANTS
 ]
 

@@ -1,4 +1,4 @@
-"""The models that the paper compares, with the authors' conventions.
+"""The models that the paper compares, with the authors' conventions, and hybrids.
 
 Pre-norm RMSNorm with eps 1e-6, an exact-GELU MLP of 4 D without biases, N(0, 0.02) for
 every weight; a window layer rotates by tokens and sees W + 1 keys. The decoder around
@@ -6,6 +6,7 @@ them has a tied, unscaled embedding: `ModelConfig(tied_head=True)`.
 """
 
 import dataclasses
+from typing import Literal
 
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
@@ -77,6 +78,33 @@ def recurrent(*, width: int, heads: int) -> RecurrentLayerConfig:
     return RecurrentLayerConfig(
         heads=heads, key_heads=heads, head_width=_head_width(width, heads)
     )
+
+
+Hybrid = Literal["mamba_attention", "mamba_window", "mamba_rat", "window_rt"]
+
+
+def hybrid(
+    name: Hybrid, *, width: int, heads: int, window: int = 1024, chunk: int = 16
+) -> tuple[PlaceConfig, PlaceConfig]:
+    """Returns the two places of a pattern that joins layers of two papers.
+
+    Mamba comes first, as in Samba (Ren et al. 2024): its convolution has joined a token
+    to those before it when the other mixer reads them.
+
+    Args:
+      window: of "window": how far back a token sees.
+      chunk: C of "rat".
+    """
+    size = {"width": width, "heads": heads}
+    match name:
+        case "mamba_attention":
+            return mamba(width=width), attention(**size)
+        case "mamba_window":
+            return mamba(width=width), attention(**size, window=window)
+        case "mamba_rat":
+            return mamba(width=width), rat(**size, chunk=chunk)
+        case "window_rt":
+            return attention(**size, window=window), recurrent(**size)
 
 
 def reversed_rat(

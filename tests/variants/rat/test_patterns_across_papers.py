@@ -124,7 +124,13 @@ RT_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("switch", RT_LAYERS)
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param("the_paper", marks=pytest.mark.slow),
+        "grouped_rope_blocks_biases",
+    ],
+)
 def test_a_pattern_of_rts_layer_is_the_recurrent_transformer(switch):
     """Logits and gradients of training, and logits on a cache, from equal weights."""
     place = dataclasses.replace(RT, **RT_LAYERS[switch])

@@ -2,13 +2,21 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 import pytest
 
 from recurjax.config_json import from_json, to_json
 from recurjax.layers.position import LearnedPositions, Rope
 from recurjax.model import ModelConfig, count_parameters
-from recurjax.variants.rat import RatConfig, presets
+from recurjax.variants.rat import (
+    AttentionMixerConfig,
+    MambaMixerConfig,
+    RatConfig,
+    RatMixerConfig,
+    RecurrentLayerConfig,
+    presets,
+)
 from tests.variants.rat.switches import SWITCHES, WINDOW, rat, small
 
 PAPER = {"width": 2048, "heads": 16}
@@ -54,12 +62,33 @@ def test_low_rank_gates_count_their_two_factors():
     assert low.weights(2048) == RAT16.weights(2048) - saved
 
 
+@pytest.mark.parametrize("name", get_args(presets.Hybrid))
+def test_a_hybrid_has_the_layers_that_it_names(name):
+    places = presets.hybrid(name, width=64, heads=4, window=8)
+    words = {
+        MambaMixerConfig: "mamba",
+        RatMixerConfig: "rat",
+        RecurrentLayerConfig: "rt",
+        AttentionMixerConfig: "attention",
+    }
+    found = [words[type(place)] for place in places]
+    assert "_".join(found) == name.replace("window", "attention")
+    windows = [getattr(place, "window", None) for place in places]
+    assert (8 in windows) == ("window" in name)
+
+
 def test_no_positions_keeps_those_of_window_layers():
     config = presets.without_positions(presets.stack(RAT16, SWA, layers=2, width=2048))
     assert config.pattern[0].position is None
     assert config.pattern[1] == SWA and isinstance(SWA.attention.position, Rope)
     full = presets.without_positions(presets.stack(FULL, layers=1, width=2048))
     assert full.pattern[0].attention.position is None
+    size = {"width": 64, "heads": 4}
+    both = presets.stack(
+        presets.mamba(width=64), presets.recurrent(**size), layers=2, width=64
+    )
+    mamba, rt = presets.without_positions(both).pattern
+    assert mamba == both.pattern[0] and rt.position is None
 
 
 @pytest.mark.parametrize("name", SWITCHES)
