@@ -15,7 +15,10 @@ import numpy as np
 
 from pallas_kernels import target
 
-_NAMES = ("recurjax_attention_forward", "recurjax_attention_backward")
+_NAMES = tuple(
+    f"recurjax_{name}"
+    for name in ("attention_forward", "attention_backward", "few_rows")
+)
 
 
 def refusal() -> str | None:
@@ -34,18 +37,26 @@ def lanes() -> int:
     return library.recurjax_cpu_lanes()
 
 
-def call(name: str, results: Any, *arrays: jax.Array, **options: int | float) -> Any:
-    """Calls a kernel, which knows axes of `vmap` in front of all arrays' own.
+def call(
+    name: str,
+    results: Any,
+    *arrays: jax.Array,
+    vmap_method: str = "broadcast_all",
+    **options: int | float,
+) -> Any:
+    """Calls a kernel.
 
     Args:
       results: ShapeDtypeStructs of what it returns.
+      vmap_method: of `jax.ffi.ffi_call`; by default the kernel knows axes of `vmap` in
+        front of all arrays' own.
       options: float and int are the kernel's float32 and int64.
     """
     attributes = {
         key: np.float32(value) if isinstance(value, float) else np.int64(value)
         for key, value in options.items()
     }
-    kernel = jax.ffi.ffi_call(f"recurjax_{name}", results, vmap_method="broadcast_all")
+    kernel = jax.ffi.ffi_call(f"recurjax_{name}", results, vmap_method=vmap_method)
     return kernel(*arrays, **attributes, lanes=np.int64(lanes()))
 
 

@@ -57,7 +57,7 @@ def backward(call: Any, residuals: Any, cotangents: Float[Array, "B T H E"]) -> 
     return call._replace(q=dq, k=dk, v=dv, segments=None, slopes=slopes)
 
 
-def _inputs(call: Any) -> tuple[tuple[jax.Array, ...], dict[str, int | float]]:
+def _inputs(call: Any) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """Returns a call's arrays, those that it has not empty, and the static options."""
     nothing = jnp.zeros((0,))
     segments = nothing if call.segments is None else call.segments

@@ -10,7 +10,12 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <type_traits>
 #include <vector>
+
+#if defined(__x86_64__) && !defined(__clang__)
+#include <immintrin.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -19,6 +24,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 using Any = ffi::AnyBuffer;
+using Int8 = ffi::Buffer<ffi::S8>;
 using Int32 = ffi::Buffer<ffi::S32>;
 using Float32 = ffi::Buffer<ffi::F32>;
 
@@ -29,6 +35,7 @@ struct Bfloat16 {
 constexpr int64_t kTile = 64;  // Queries and keys of a tile of attention.
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -1e30f;
+constexpr int64_t kWeightsOfAThread = 1 << 18;  // For fewer a thread wakes up too late.
 
 enum Stage { kForward, kBackward, kGather };
 
@@ -64,7 +71,20 @@ struct Attention {
   }
 };
 
+// Few rows times a matrix: x [B, N], y [B, M], the weight [N, M] or, turned, [M, N].
+struct FewRows {
+  const float* x;
+  const int8_t* weight;
+  float* y;
+  int64_t B, N, M;
+  bool turned;
+};
+
+template <int N>
+using Count = std::integral_constant<int, N>;
+
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline void from_float(float x, float* to) { *to = x; }
 inline float to_float(Bfloat16 x) {
   uint32_t bits = uint32_t{x.bits} << 16;
@@ -88,6 +108,7 @@ namespace avx512 {
 #include "vectors.h"
 
 #include "attention.h"
+#include "few_rows.h"
 }  // namespace avx512
 #undef VECTOR_LANES
 #undef VECTOR_COLUMNS
@@ -100,6 +121,7 @@ namespace avx2 {
 #include "vectors.h"
 
 #include "attention.h"
+#include "few_rows.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -122,6 +144,7 @@ namespace generic {
 #include "vectors.h"
 
 #include "attention.h"
+#include "few_rows.h"
 }  // namespace generic
 
 int64_t best_lanes() { return 4; }
@@ -163,7 +186,7 @@ void parallel(ffi::ThreadPool& pool, int64_t count, Task task) {
 
 ffi::Error out_of_memory() {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                    "the attention kernel for CPUs found no memory to work in");
+                    "a kernel for CPUs found no memory to work in");
 }
 
 // Runs all tasks of a stage.
@@ -229,6 +252,26 @@ ffi::Error backward(ffi::ThreadPool pool, float scale, int64_t window, int64_t l
   return out_of_memory();
 }
 
+// Threads take ranges of outputs, a multiple of 64, so that no vector crosses two.
+ffi::Error few_rows(ffi::ThreadPool pool, int64_t turned, int64_t lanes, Float32 x, Int8 weight,
+                    ffi::Result<Float32> y) try {
+  FewRows call{};
+  call.B = x.dimensions()[0], call.N = x.dimensions()[1], call.M = y->dimensions()[1];
+  call.x = x.typed_data(), call.weight = weight.typed_data(), call.y = y->typed_data();
+  call.turned = turned;
+  const int64_t worth = 1 + call.N * call.M / kWeightsOfAThread;
+  const int64_t threads = worth < workers(pool) ? worth : workers(pool);
+  const int64_t share = ((call.M + threads - 1) / threads + 63) / 64 * 64;
+  auto* function = CHOOSE(lanes, few_rows);
+  parallel(pool, (call.M + share - 1) / share, [&call, function, share](int64_t task, int64_t) {
+    const int64_t first = task * share, last = first + share;
+    function(call, first, last < call.M ? last : call.M);
+  });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
 auto bind() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -251,3 +294,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_attention_forward, forward,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     recurjax_attention_backward, backward,
     bind().Arg<Any>().Arg<Float32>().Arg<Any>().Ret<Any>().Ret<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_few_rows, few_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<int64_t>("turned")
+                                  .Attr<int64_t>("lanes")
+                                  .Arg<Float32>()
+                                  .Arg<Int8>()
+                                  .Ret<Float32>());

@@ -29,8 +29,15 @@ INLINE Vector load(const Bfloat16* from) {
   return (Vector)wide;
 }
 
+// g++ converts bytes one by one.
 INLINE Vector load(const int8_t* from) {
+#if VECTOR_LANES == 16
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif VECTOR_LANES == 8
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
   return __builtin_convertvector(load_as<Bytes>(from), Vector);
+#endif
 }
 
 INLINE void store(float* to, Vector x) { __builtin_memcpy(to, &x, sizeof x); }

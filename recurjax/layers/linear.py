@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from pallas_kernels import target, uncopied_weights
+from pallas_kernels.cpu.few_rows import few_rows, serves
 from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
 
@@ -355,15 +356,25 @@ def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
     return x.ndim > 2 and x.shape[1] == 1 and uncopied_weights.pay_off()
 
 
-def product_in(x: Array, weight: Array | QuantizedWeight, dtype: Any) -> Array:
-    """Computes x W in a dtype at least as wide as x's, which it is summed in."""
+def product_in(
+    x: Array, weight: Array | QuantizedWeight, dtype: Any, *, turned: bool = False
+) -> Array:
+    """Computes x W in a dtype at least as wide as x's, which it is summed in.
+
+    Args:
+      turned: whether W is a table [M, N] that was transposed.
+    """
     # Of more rows the groups' partial sums are larger than W in x's dtype.
     if x.ndim == 2 and len(x) <= 8 and (y := _by_groups(x, weight)) is not None:
         return y.astype(dtype)
     weight, scale = _scale_apart(weight)
-    y = jnp.einsum(
-        "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
-    )
+    if isinstance(weight, jax.Array) and serves(x, weight):
+        lying = weight.T if turned else weight
+        y = few_rows(x, lying, turned=turned).astype(dtype)
+    else:
+        y = jnp.einsum(
+            "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
+        )
     return y if scale is None else y * scale.astype(dtype)
 
 
@@ -383,10 +394,13 @@ def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
     if step and (y := _by_groups(x[:, 0], weight)) is not None:
         return y[:, None].astype(x.dtype)
     weight, scale = _scale_apart(weight)
-    weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     rows = as_matrix(x)
+    if step and isinstance(weight, jax.Array) and serves(rows, weight):
+        y = few_rows(rows, weight).reshape(*x.shape[:-1], -1)
+        return (y if scale is None else y * scale).astype(x.dtype)
+    weight = weight.astype(x.dtype)
     if step:
         y = uncopied_weights.with_more_rows(
             lambda rows: _rounded_step(rows, weight), rows

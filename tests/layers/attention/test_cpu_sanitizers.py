@@ -15,7 +15,9 @@ import sys
 from pallas_kernels import cpu
 cpu._file = lambda: sys.argv[1]
 import jax
+from pallas_kernels.cpu.few_rows import few_rows
 from tests.layers.attention.test_cpu import CASES, both, make
+from tests.pallas_kernels.test_few_rows import SIZES, draw
 assert cpu.refusal() is None, cpu.refusal()
 for lanes in {16, 8, 4} & {cpu.lanes(), min(cpu.lanes(), 8)}:
     cpu.lanes = lambda: lanes
@@ -23,6 +25,10 @@ for lanes in {16, 8, 4} & {cpu.lanes(), min(cpu.lanes(), 8)}:
         for dtype in ("float32", "bfloat16"):
             arrays, options, _ = make(dtype=dtype, **case)
             jax.block_until_ready(both("cpu", options)(*arrays))
+    for size in SIZES.values():
+        x, weight = draw(7, *size)
+        jax.block_until_ready(few_rows(x, weight))
+        jax.block_until_ready(few_rows(x, weight.T, turned=True))
 print("no report")
 """
 
