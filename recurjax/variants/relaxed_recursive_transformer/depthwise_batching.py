@@ -30,8 +30,6 @@ from recurjax.layers.position import with_positions
 from recurjax.layers.stack import CacheRows, PatternCache, scan_layers
 from recurjax.types import Array, LoopPositions, Tokens
 from recurjax.variants.rat import RatConfig, RecurrentLayerConfig
-from recurjax.variants.rat.recurrent_layer import RecurrentBlock
-from recurjax.variants.rat.stack import RatBlock
 from recurjax.variants.relaxed_recursive_transformer.block import (
     LoopedBlock,
     LoopWeights,
@@ -151,7 +149,7 @@ class DepthwiseBatching(CacheRows):
         """
         if isinstance(cache, PatternCache):
             assert lanes.loop.shape[1] == 1 and ran is None, "see refuses_ticks"
-            run = _on_states(lanes, self._repeats, lambda *part: part[0](*part[1:]))
+            run = _on_states(lanes, self._repeats, _advance)
             x, groups = self._layers_of(run, x, lanes, cache.groups, weights)
             return x, cache._replace(groups=groups)
         run = _on_keys(lanes, loop, ran)
@@ -352,9 +350,11 @@ def _on_states(lanes: LoopPositions, repeats: int, act: Callable) -> Callable:
     return run
 
 
-def _write_state(
-    block: RatBlock | RecurrentBlock, x: Array, cache: Any, tokens: Tokens
-):
+def _advance(block: LoopedBlock, x: Array, cache: Any, tokens: Tokens):
+    return block(x, cache, tokens)
+
+
+def _write_state(block: LoopedBlock, x: Array, cache: Any, tokens: Tokens):
     return x, block.write(x, cache, tokens)
 
 
