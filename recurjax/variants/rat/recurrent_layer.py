@@ -100,6 +100,12 @@ class RecurrentBlock(RecurrentTransformerBlock):
             return z, cache
         return z, _written(cache, own, before=written, tokens=x.shape[1])
 
+    def write(
+        self, x: Float[Array, "B T D"], cache: RecurrentLayerCache, tokens: Tokens
+    ) -> RecurrentLayerCache:
+        """Writes the pairs of tokens that leave x as it is: those of its output."""
+        return self(x, cache, tokens)[1]
+
 
 def _written(
     cache: RecurrentLayerCache,
@@ -135,12 +141,6 @@ def _written(
             for name, array in arrays.items()
         },
     )
-
-    def write(
-        self, x: Float[Array, "B T D"], cache: RecurrentLayerCache, tokens: Tokens
-    ) -> RecurrentLayerCache:
-        """Writes the pairs of tokens that leave x as it is: those of its output."""
-        return self(x, cache, tokens)[1]
 
 
 def as_stack(
