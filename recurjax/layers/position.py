@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated
 
 import jax
@@ -190,17 +191,30 @@ def rotate(
     """
     rotary = rotary_width(x.shape[-1], config)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    theta, amplitude = frequencies(config, x.shape[-1], length=length)
-    angles = positions[..., None].astype(dtype) * theta.astype(dtype)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    theta, amplitude = _constants(config, x.shape[-1], length, dtype)
+    angles = positions[..., None].astype(dtype) * theta
+    table = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     if amplitude != 1.0:
-        cos, sin = amplitude * cos, amplitude * sin
-    cos, sin = (_once(table)[:, :, None] for table in (cos, sin))  # [B, T, 1, r/2]
+        table = amplitude * table
+    cos, sin = jnp.split(_once(table)[:, :, None], 2, axis=-1)  # [B, T, 1, r/2]
     # Half-split: dimension i turns with i + r/2, not with its neighbour.
     x1, x2, rest = jnp.split(x, [rotary // 2, rotary], axis=-1)
     y1 = (x1 * cos - x2 * sin).astype(x.dtype)
     y2 = (x2 * cos + x1 * sin).astype(x.dtype)
     return jnp.concatenate([y1, y2, rest], axis=-1)
+
+
+@cache
+def _constants(
+    config: Rope, head_width: int, length: int | None, dtype: np.dtype
+) -> tuple[np.ndarray, float]:
+    """Returns `frequencies` in a dtype.
+
+    One array for queries and keys: a decode step takes constants as arguments, and two
+    arrays would be two tables.
+    """
+    theta, amplitude = frequencies(config, head_width, length=length)
+    return theta.astype(dtype), amplitude
 
 
 def _once(table: Array) -> Array:
