@@ -21,6 +21,7 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import (
     NextToken,
     Objective,
+    RandomLoops,
     as_carried,
     refuses_segments,
 )
@@ -83,8 +84,26 @@ class Experiment:
             refused = refuses_segments(self.objective, self.model)
         if refused is None and training.carry > 1:
             refused = self._refuses_carry()
+        if refused is None and training.spikes.enabled:
+            refused = self._refuses_spikes()
         if refused is not None:
             raise ValueError(refused)
+
+    def _refuses_spikes(self) -> str | None:
+        if not isinstance(self.objective, RandomLoops):
+            return None
+        return (
+            "RandomLoops draws a number of loops at each step, and the losses of few "
+            "loops would be skipped as spikes: set training.spikes.enabled to false"
+        )
+
+    def _refuses_spikes(self) -> str | None:
+        if not isinstance(self.objective, RandomLoops):
+            return None
+        return (
+            "RandomLoops draws a number of loops at each step, and the losses of few "
+            "loops would be skipped as spikes: set training.spikes.enabled to false"
+        )
 
     def _refuses_carry(self) -> str | None:
         if as_carried(self.objective) is None:

@@ -42,6 +42,7 @@ from recurjax.training.loop import train
 from recurjax.training.objective import NextToken, RandomLoops
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import load_run
+from recurjax.training.spikes import SpikeConfig
 from recurjax.training.sweep import seeded, table_of, tell
 from recurjax.types import Batch
 from recurjax.variants.relaxed_recursive_transformer import (
@@ -120,6 +121,8 @@ def experiment(options: Options, task: str, training: Training) -> Experiment:
             batch=64,
             length=config.longest("train"),
             checkpoint_every=max(1, options.steps // 4),
+            # Fewer loops have a higher loss.
+            spikes=SpikeConfig(enabled=False),
         ),
         evaluation=EvaluationConfig(batch=64),
     )

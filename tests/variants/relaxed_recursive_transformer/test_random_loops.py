@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
+from recurjax.experiment import Experiment
 from recurjax.surgery.fewer_layers import extended, truncated, with_loops
 from recurjax.surgery.named_parameters import parameters
+from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import NextToken, RandomLoops
+from recurjax.training.spikes import SpikeConfig
 from recurjax.types import Batch, Tokens
 from tests.compiling import QUICK_COMPILE
 from tests.laws import draw_ids
@@ -125,3 +129,14 @@ def test_models_whose_loops_do_not_repeat_are_refused():
     plain = replace(CONFIG, stack=CONFIG.stack.transformer)
     assert "not for TransformerConfig" in objective.refuses(plain)
     assert truncated(build(CONFIG), 1).config.stack.loops == 1
+
+
+def test_an_experiment_does_not_skip_steps_of_few_loops():
+    """Their losses are higher, so the rule of spikes would train deep loops only."""
+    data = DataConfig(corpus=EmbeddedText(), tokenizer=Bytes())
+    training = TrainingConfig(steps=1, batch=2, length=8)
+    of = partial(Experiment, name="run", model=CONFIG, data=data)
+    with pytest.raises(ValueError, match=r"set training\.spikes\.enabled to false"):
+        of(objective=RandomLoops(), training=training)
+    steady = replace(training, spikes=SpikeConfig(enabled=False))
+    of(objective=RandomLoops(), training=steady)
