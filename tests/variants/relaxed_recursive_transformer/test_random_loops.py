@@ -15,6 +15,7 @@ from recurjax.surgery.fewer_layers import extended, truncated, with_loops
 from recurjax.surgery.named_parameters import parameters
 from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import NextToken, RandomLoops
+from recurjax.training.optimizers import AdamW
 from recurjax.training.spikes import SpikeConfig
 from recurjax.types import Batch, Tokens
 from tests.compiling import QUICK_COMPILE
@@ -135,7 +136,8 @@ def test_an_experiment_does_not_skip_steps_of_few_loops():
     """Their losses are higher, so the rule of spikes would train deep loops only."""
     data = DataConfig(corpus=EmbeddedText(), tokenizer=Bytes())
     training = TrainingConfig(steps=1, batch=2, length=8)
-    of = partial(Experiment, name="run", model=CONFIG, data=data)
+    sizes = {"name": "run", "model": CONFIG, "data": data}
+    of = partial(Experiment, **sizes, optimizer=AdamW(learning_rate=1e-3))
     with pytest.raises(ValueError, match=r"set training\.spikes\.enabled to false"):
         of(objective=RandomLoops(), training=training)
     steady = replace(training, spikes=SpikeConfig(enabled=False))
