@@ -97,14 +97,6 @@ class Experiment:
             "loops would be skipped as spikes: set training.spikes.enabled to false"
         )
 
-    def _refuses_spikes(self) -> str | None:
-        if not isinstance(self.objective, RandomLoops):
-            return None
-        return (
-            "RandomLoops draws a number of loops at each step, and the losses of few "
-            "loops would be skipped as spikes: set training.spikes.enabled to false"
-        )
-
     def _refuses_carry(self) -> str | None:
         if as_carried(self.objective) is None:
             return (

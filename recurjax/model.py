@@ -481,7 +481,7 @@ class Decoder(nnx.Module):
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Applies the head to states from `hidden`; float32 or wider."""
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        logits = product_in(x, self._head(), dtype, turned=self.w_head is None)
+        logits = product_in(x, self._head(), dtype, transposed=self.w_head is None)
         return self.cap(logits[..., : self.config.vocabulary])
 
     def head_weight(self) -> Float[Array, "D W"]:

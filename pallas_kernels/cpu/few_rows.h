@@ -1,6 +1,6 @@
 // Products of a few rows with a matrix of int8, for one instruction set.
 //
-// Each weight is read once, in the order in which it lies, and widened to float32 in a
+// Each weight is read once, in memory order, and widened to float32 in a
 // register. A row's sums have one order, whatever the number of threads.
 
 constexpr int kPanel = 8;  // Inputs whose weights are read side by side.
@@ -41,7 +41,7 @@ INLINE float total_of(Vector x) {
   return lanes[0];
 }
 
-// Writes y[b] = x[b] . w for B rows and one output of a turned matrix.
+// Writes y[b] = x[b] . w for B rows and one output of a transposed matrix.
 template <int B>
 static void dot(const float* x, int64_t N, const int8_t* w, float* y, int64_t M) {
   constexpr int kParts = 4 / B;  // Sums that do not wait for each other.
@@ -91,8 +91,8 @@ static void outputs(const FewRows& call, int64_t first, int64_t last) {
   for (; n < N; ++n) panel(Count<1>{}, n);
 }
 
-// The same of a turned W, [M][N].
-static void turned_outputs(const FewRows& call, int64_t first, int64_t last) {
+// The same of a transposed W, [M][N].
+static void transposed_outputs(const FewRows& call, int64_t first, int64_t last) {
   const int64_t N = call.N, M = call.M;
   for (int64_t m = first; m < last; ++m)
     by_rows(call.B, [&](auto rows, int64_t b) {
@@ -101,5 +101,5 @@ static void turned_outputs(const FewRows& call, int64_t first, int64_t last) {
 }
 
 static void few_rows(const FewRows& call, int64_t first, int64_t last) {
-  call.turned ? turned_outputs(call, first, last) : outputs(call, first, last);
+  call.transposed ? transposed_outputs(call, first, last) : outputs(call, first, last);
 }

@@ -27,30 +27,30 @@ def serves(x: Array, weight: Array) -> bool:
 
 
 def few_rows(
-    x: Float[Array, "B N"], weight: Int8[Array, "..."], *, turned: bool = False
+    x: Float[Array, "B N"], weight: Int8[Array, "..."], *, transposed: bool = False
 ) -> Float[Array, "B M"]:
     """Computes x W, summed in float32, which the result is.
 
     Args:
       x: rows that `serves` accepts.
       weight: W [N, M].
-      turned: whether it is [M, N] instead.
+      transposed: whether it is [M, N] instead.
     """
-    return _few_rows(x.astype(jnp.float32), weight, turned)
+    return _few_rows(x.astype(jnp.float32), weight, transposed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _few_rows(x: Array, weight: Array, turned: bool) -> Array:
-    outputs = weight.shape[0 if turned else 1]
+def _few_rows(x: Array, weight: Array, transposed: bool) -> Array:
+    outputs = weight.shape[0 if transposed else 1]
     y = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    options = {"turned": int(turned), "vmap_method": "sequential"}
+    options = {"transposed": int(transposed), "vmap_method": "sequential"}
     return cpu.call("few_rows", y, x, weight, **options)
 
 
 @_few_rows.defjvp
-def _gradients_by_xla(turned: bool, primals: tuple, tangents: tuple) -> tuple:
+def _gradients_by_xla(transposed: bool, primals: tuple, tangents: tuple) -> tuple:
     def product(x: Array, weight: Array) -> Array:
         wide = weight.astype(jnp.float32)
-        return x @ (wide.T if turned else wide)
+        return x @ (wide.T if transposed else wide)
 
     return jax.jvp(product, primals, tangents)

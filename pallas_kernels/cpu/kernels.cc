@@ -71,13 +71,13 @@ struct Attention {
   }
 };
 
-// Few rows times a matrix: x [B, N], y [B, M], the weight [N, M] or, turned, [M, N].
+// Few rows times a matrix: x [B, N], y [B, M], the weight [N, M] or, transposed, [M, N].
 struct FewRows {
   const float* x;
   const int8_t* weight;
   float* y;
   int64_t B, N, M;
-  bool turned;
+  bool transposed;
 };
 
 template <int N>
@@ -253,12 +253,12 @@ ffi::Error backward(ffi::ThreadPool pool, float scale, int64_t window, int64_t l
 }
 
 // Threads take ranges of outputs, a multiple of 64, so that no vector crosses two.
-ffi::Error few_rows(ffi::ThreadPool pool, int64_t turned, int64_t lanes, Float32 x, Int8 weight,
+ffi::Error few_rows(ffi::ThreadPool pool, int64_t transposed, int64_t lanes, Float32 x, Int8 weight,
                     ffi::Result<Float32> y) try {
   FewRows call{};
   call.B = x.dimensions()[0], call.N = x.dimensions()[1], call.M = y->dimensions()[1];
   call.x = x.typed_data(), call.weight = weight.typed_data(), call.y = y->typed_data();
-  call.turned = turned;
+  call.transposed = transposed;
   const int64_t worth = 1 + call.N * call.M / kWeightsOfAThread;
   const int64_t threads = worth < workers(pool) ? worth : workers(pool);
   const int64_t share = ((call.M + threads - 1) / threads + 63) / 64 * 64;
@@ -297,7 +297,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_few_rows, few_rows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Attr<int64_t>("turned")
+                                  .Attr<int64_t>("transposed")
                                   .Attr<int64_t>("lanes")
                                   .Arg<Float32>()
                                   .Arg<Int8>()

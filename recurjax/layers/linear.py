@@ -357,25 +357,36 @@ def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
 
 
 def product_in(
-    x: Array, weight: Array | QuantizedWeight, dtype: Any, *, turned: bool = False
+    x: Array, weight: Array | QuantizedWeight, dtype: Any, *, transposed: bool = False
 ) -> Array:
     """Computes x W in a dtype at least as wide as x's, which it is summed in.
 
     Args:
-      turned: whether W is a table [M, N] that was transposed.
+      transposed: whether W is a table [M, N] that was transposed.
     """
     # Of more rows the groups' partial sums are larger than W in x's dtype.
     if x.ndim == 2 and len(x) <= 8 and (y := _by_groups(x, weight)) is not None:
         return y.astype(dtype)
     weight, scale = _scale_apart(weight)
-    if isinstance(weight, jax.Array) and serves(x, weight):
-        lying = weight.T if turned else weight
-        y = few_rows(x, lying, turned=turned).astype(dtype)
-    else:
+    y = _by_kernel(x, weight, transposed=transposed)
+    if y is None:
         y = jnp.einsum(
             "...d,dv->...v", x, weight.astype(x.dtype), preferred_element_type=dtype
         )
+    y = y.astype(dtype)
     return y if scale is None else y * scale.astype(dtype)
+
+
+def _by_kernel(
+    x: Float[Array, "... N"],
+    weight: Array | QuantizedWeight,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "B M"] | None:
+    """Computes x W in float32 by the kernel for few rows, where it serves."""
+    if isinstance(weight, QuantizedWeight) or not serves(x, weight):
+        return None
+    return few_rows(x, weight.T if transposed else weight, transposed=transposed)
 
 
 def _scale_apart(
@@ -397,8 +408,8 @@ def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     rows = as_matrix(x)
-    if step and isinstance(weight, jax.Array) and serves(rows, weight):
-        y = few_rows(rows, weight).reshape(*x.shape[:-1], -1)
+    if step and (y := _by_kernel(rows, weight)) is not None:
+        y = y.reshape(*x.shape[:-1], -1)
         return (y if scale is None else y * scale).astype(x.dtype)
     weight = weight.astype(x.dtype)
     if step:

@@ -1,6 +1,7 @@
 """Products of a few rows with int8 by the C++ kernel against numpy's in float64."""
 
-from itertools import product
+from functools import partial
+from itertools import product as pairs
 
 import jax
 import jax.numpy as jnp
@@ -33,28 +34,27 @@ def draw(rows: int, inputs: int, outputs: int):
 
 
 @pytest.mark.parametrize("lanes", WIDTHS)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_product(size, turned, lanes, monkeypatch):
+def test_it_is_the_product(size, transposed, lanes, monkeypatch):
     """Any number of rows; a row's sums do not depend on the others."""
     if lanes is not None:
         monkeypatch.setattr(cpu, "lanes", lambda: lanes)
     x, weight = draw(8, *SIZES[size])
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    lying = weight.T if turned else weight
+    matrix = weight.T if transposed else weight
     for rows in range(1, 9):
-        y = few_rows(x[:rows], lying, turned=turned)
+        y = few_rows(x[:rows], matrix, transposed=transposed)
         assert_values_close(y, expected[:rows])
 
 
 def test_its_gradient_is_that_of_the_product():
     x, weight = draw(2, 512, 192)
     wide = weight.astype(jnp.float32)
-    for turned in (False, True):
-        lying = weight.T if turned else weight
-        got = jax.grad(lambda x, w=lying, t=turned: few_rows(x, w, turned=t)[0].sum())(
-            x
-        )
+    for transposed in (False, True):
+        matrix = weight.T if transposed else weight
+        product = partial(few_rows, weight=matrix, transposed=transposed)
+        got = jax.grad(lambda x, product=product: product(x)[0].sum())(x)
         want = jax.grad(lambda x: (x @ wide)[0].sum())(x)
         assert_values_close(got, want)
 
@@ -71,7 +71,7 @@ def test_a_decode_step_of_int8_calls_it():
     draws = np.random.default_rng(0)
     weight = jnp.asarray(draws.normal(size=(512, 192)), jnp.float32)
     narrow = quantize(weight, GRIDS["int8"], first=-2, inputs=1)
-    for dtype, rows in product(("float32", "bfloat16"), (1, 8)):
+    for dtype, rows in pairs(("float32", "bfloat16"), (1, 8)):
         x = jnp.asarray(draws.normal(size=(rows, 1, 512)), dtype)
         text = str(jax.make_jaxpr(lambda x: linear(x, narrow))(x))
         assert "recurjax_few_rows" in text

@@ -173,7 +173,7 @@ def _asks_length(stack: StackConfig) -> bool:
             base = stack.transformer
         case _:
             return False
-    assert isinstance(base, TransformerConfig), "_loops_mixers is asked first"
+    assert isinstance(base, TransformerConfig), "refused above: _loops_mixers"
     positions = (kind.position for kind in base.pattern)
     return any(isinstance(p, Rope) and p.asks_length for p in positions)
 

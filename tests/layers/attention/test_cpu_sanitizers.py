@@ -28,7 +28,7 @@ for lanes in {16, 8, 4} & {cpu.lanes(), min(cpu.lanes(), 8)}:
     for size in SIZES.values():
         x, weight = draw(7, *size)
         jax.block_until_ready(few_rows(x, weight))
-        jax.block_until_ready(few_rows(x, weight.T, turned=True))
+        jax.block_until_ready(few_rows(x, weight.T, transposed=True))
 print("no report")
 """
 
