@@ -16,7 +16,7 @@ stopped set continues with the same command.
 import json
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -24,7 +24,6 @@ import tyro
 
 from recurjax.bench.trainer import steps_in_turns
 from recurjax.cli.options import parse, run_script
-from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic, write_figure
@@ -36,11 +35,9 @@ from recurjax.layers.norm import NormConfig
 from recurjax.machine import host
 from recurjax.model import ModelConfig, StackConfig, count_parameters
 from recurjax.surgery.recency import first_heads
-from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.objective import Interleaved, NextToken
-from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.objective import Interleaved
 from recurjax.training.run import RunDirectory
-from recurjax.training.sweep import seeded, sweep_and_print
+from recurjax.training.sweep import seeded, sweep_and_print, trained_on_bytes
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
@@ -144,27 +141,16 @@ def model(name: Name) -> ModelConfig:
 
 def experiment(name: Name, options: Options) -> Experiment:
     """Returns a variant's run."""
-    steps = options.tokens // (BATCH * LENGTH)
-    return Experiment(
-        name=name,
-        model=model(name),
-        data=DataConfig(
-            corpus=TextFiles(patterns=(str(options.text),)),
-            tokenizer=Bytes(bos=False),
-            validation_fraction=0.05,
-        ),
-        objective=Interleaved(subsets=2) if name == "lrt" else NextToken(),
-        optimizer=AdamW(learning_rate=options.rate, b2=0.99),
-        schedule=Cosine(warmup_steps=steps // 20),
-        training=TrainingConfig(
-            steps=steps,
-            batch=BATCH,
-            length=LENGTH,
-            checkpoint_every=max(1, steps // 20),
-            keep_checkpoints=1,
-        ),
-        evaluation=EvaluationConfig(every=max(1, steps // 20), batches=16),
+    run = trained_on_bytes(
+        name,
+        model(name),
+        text=options.text,
+        tokens=options.tokens,
+        batch=BATCH,
+        length=LENGTH,
+        learning_rate=options.rate,
     )
+    return replace(run, objective=Interleaved(subsets=2)) if name == "lrt" else run
 
 
 def step_seconds(runs: list[Experiment], root: Path) -> dict[str, float]:

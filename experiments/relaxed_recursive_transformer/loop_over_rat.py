@@ -19,16 +19,13 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from recurjax.cli.options import parse, run_script
-from recurjax.data.config import Bytes, DataConfig, TextFiles
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.initialization import UNIT_VARIANCE
 from recurjax.layers.mlp import MlpConfig
 from recurjax.machine import host
 from recurjax.model import ModelConfig, StackConfig
-from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.optimizers import AdamW, Cosine
-from recurjax.training.sweep import sweep_and_print
+from recurjax.training.sweep import sweep_and_print, trained_on_bytes
 from recurjax.variants.rat import RatConfig, presets
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
@@ -95,25 +92,14 @@ def stack(name: Name) -> StackConfig:
 
 def experiment(name: Name, options: Options) -> Experiment:
     """Returns a model's run."""
-    steps = options.tokens // (BATCH * LENGTH)
-    return Experiment(
-        name=name,
-        model=ModelConfig(vocabulary=256, stack=stack(name)),
-        data=DataConfig(
-            corpus=TextFiles(patterns=(str(options.text),)),
-            tokenizer=Bytes(bos=False),
-            validation_fraction=0.05,
-        ),
-        optimizer=AdamW(learning_rate=options.rate, b2=0.99),
-        schedule=Cosine(warmup_steps=steps // 20),
-        training=TrainingConfig(
-            steps=steps,
-            batch=BATCH,
-            length=LENGTH,
-            checkpoint_every=max(1, steps // 20),
-            keep_checkpoints=1,
-        ),
-        evaluation=EvaluationConfig(every=max(1, steps // 20), batches=16),
+    return trained_on_bytes(
+        name,
+        ModelConfig(vocabulary=256, stack=stack(name)),
+        text=options.text,
+        tokens=options.tokens,
+        batch=BATCH,
+        length=LENGTH,
+        learning_rate=options.rate,
     )
 
 

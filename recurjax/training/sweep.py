@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
+from recurjax.data.config import Bytes, DataConfig, TextFiles, TokenizerFile
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
 from recurjax.files.metric_rows import read_rows
 from recurjax.machine import process_group
-from recurjax.model import count_parameters
+from recurjax.model import ModelConfig, count_parameters
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine
@@ -76,6 +76,53 @@ def shortened(experiment: Experiment, steps: int | None) -> Experiment:
     schedule = replace(experiment.schedule, warmup_steps=steps // 10)
     training = replace(experiment.training, steps=steps)
     return replace(experiment, schedule=schedule, training=training)
+
+
+def trained_on_bytes(
+    name: str,
+    model: ModelConfig,
+    *,
+    text: Path,
+    tokens: int,
+    batch: int,
+    length: int,
+    learning_rate: float,
+) -> Experiment:
+    """Returns the training of a byte model on a text, as small sets compare them.
+
+    AdamW with a cosine, a twentieth of the steps warm-up, twenty checkpoints and
+    evaluations.
+
+    Args:
+      name: name of the run.
+      model: of 256 symbols.
+      text: UTF-8; its last twentieth is for validation.
+      tokens: to train on.
+      batch: B.
+      length: T of a row.
+      learning_rate: at its highest.
+    """
+    steps = tokens // (batch * length)
+    often = max(1, steps // 20)
+    return Experiment(
+        name=name,
+        model=model,
+        data=DataConfig(
+            corpus=TextFiles(patterns=(str(text),)),
+            tokenizer=Bytes(bos=False),
+            validation_fraction=0.05,
+        ),
+        optimizer=AdamW(learning_rate=learning_rate, b2=0.99),
+        schedule=Cosine(warmup_steps=steps // 20),
+        training=TrainingConfig(
+            steps=steps,
+            batch=batch,
+            length=length,
+            checkpoint_every=often,
+            keep_checkpoints=1,
+        ),
+        evaluation=EvaluationConfig(every=often, batches=16),
+    )
 
 
 def trained_further(
