@@ -13,9 +13,27 @@ from jaxtyping import Float, Int
 from pallas_kernels import target, uncopied_weights
 from pallas_kernels.cpu.few_rows import few_rows, serves
 from recurjax.layers.mesh import as_matrix
+from recurjax.ranges import RangeChecks
 from recurjax.types import Array
 
 Tree = TypeVar("Tree")
+
+Maps = dict[str, tuple[int, int]]
+"""The sizes (N, M) of linear maps, by name."""
+
+
+class LinearMaps(RangeChecks):
+    """What a config says of its matrices."""
+
+    __slots__ = ()
+
+    def maps(self, width: int) -> Maps:
+        """Returns the sizes (N, M) of its linear maps, by name."""
+        raise NotImplementedError
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        return sum(n * m for n, m in self.maps(width).values())
 
 
 @jax.tree_util.register_dataclass

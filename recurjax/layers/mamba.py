@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.selective_scan import selective_scan
-from recurjax.layers.linear import linear
+from recurjax.layers.linear import Maps, linear
 from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.types import Array
 
@@ -39,7 +39,7 @@ class MambaConfig(RangeChecks):
     dt_rank: PositiveInt = 256
     expand: PositiveInt = 2
 
-    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+    def maps(self, width: int) -> Maps:
         """Returns the sizes (N, M) of its linear maps, by name."""
         channels, R = self.expand * width, self.dt_rank
         maps = {"u": (width, channels), "z": (width, channels)}

@@ -10,15 +10,15 @@ from jaxtyping import Float
 
 from pallas_kernels.activations import ACTIVATIONS, Activation
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import apart, linear
-from recurjax.ranges import PositiveInt, RangeChecks
+from recurjax.layers.linear import LinearMaps, Maps, apart, linear
+from recurjax.ranges import PositiveInt
 from recurjax.types import Array
 
 MlpKind = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MlpConfig(RangeChecks):
+class MlpConfig(LinearMaps):
     """A feed-forward layer.
 
     Attributes:
@@ -38,7 +38,7 @@ class MlpConfig(RangeChecks):
         """Whether a third matrix gates the activations."""
         return self.kind in ("swiglu", "geglu", "geglu_tanh")
 
-    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+    def maps(self, width: int) -> Maps:
         """Returns the sizes (N, M) of its linear maps, by name."""
         inner = (width, self.width)
         gate = {"gate": inner} if self.gated else {}

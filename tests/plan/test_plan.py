@@ -41,9 +41,9 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
     plan = json.loads(file.read_text())
     assert plan["fits"] and plan["mesh"]["fsdp"] == 2
     assert plan["tokens"] == 8 * 8
-    # On CPU sine and cosine of q and k meet an identity, [8, 2] times [2, 2], once for
-    # all layers (layers/position.py).
-    rotation = 4 * (2 * 8 * 2 * 2)
+    # On CPU one table of sines and cosines for q and k of all layers meets an identity,
+    # [8, 4] times [4, 4], on each of the two devices (layers/position.py).
+    rotation = 2 * (2 * 8 * 4 * 4)
     assert plan["flops"]["products"] == plan["own_flops"] + rotation
     # Half of the parameters, whose every matrix is cut, and of AdamW's two moments.
     memory = plan["memory"]

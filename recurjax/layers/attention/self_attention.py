@@ -21,7 +21,7 @@ from recurjax.layers.attention.key_value_cache import (
 )
 from recurjax.layers.attention.softmax import attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import apart
+from recurjax.layers.linear import Maps, apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -83,7 +83,7 @@ class AttentionConfig:
         if isinstance(self.position, Rope):
             rotary_width(self.head_width, self.position)
 
-    def maps(self, width: int) -> dict[str, tuple[int, int]]:
+    def maps(self, width: int) -> Maps:
         """Returns the sizes (N, M) of its linear maps, by name."""
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         maps = {"q": (width, queries), "k": (width, keys), "v": (width, keys)}

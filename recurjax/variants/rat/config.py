@@ -6,30 +6,14 @@ from typing import Literal
 
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
+from recurjax.layers.linear import LinearMaps, Maps
 from recurjax.layers.mamba import MambaConfig, mamba_flops, mamba_weights
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
 from recurjax.layers.stack import Remat, StackFacts
-from recurjax.ranges import NonNegativeInt, PositiveInt, RangeChecks, check_ranges
+from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
 from recurjax.variants.recurrent_transformer.config import LayerSwitches
-
-Maps = dict[str, tuple[int, int]]
-"""The sizes (N, M) of linear maps, by name."""
-
-
-class LinearMaps(RangeChecks):
-    """What a mixer's config says of its matrices."""
-
-    __slots__ = ()
-
-    def maps(self, width: int) -> Maps:
-        """Returns the sizes (N, M) of its linear maps, by name."""
-        raise NotImplementedError
-
-    def weights(self, width: int) -> int:
-        """Counts the weights of its matrix products."""
-        return sum(n * m for n, m in self.maps(width).values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +273,7 @@ class RatConfig(StackFacts):
 
         6 a weight of the MLPs, and `mixing_flops` of each mixer.
         """
-        mlp = self.width * self.mlp.width * (3 if self.mlp.gated else 2)
+        mlp = self.mlp.weights(self.width)
         repeats = self.layers // len(self.pattern)
         mixing = (mixing_flops(mixer, self.width, length) for mixer in self.pattern)
         return 6.0 * self.layers * mlp + repeats * sum(mixing)

@@ -90,7 +90,7 @@ class RecurFormerConfig(StackFacts):
         """
         base, D = self.transformer, self.width
         # The MLPs are the base's, whatever heads are left.
-        mlp = D * base.mlp.width * (3 if base.mlp.gated else 2)
+        mlp = base.mlp.weights(D)
         mixing = (self.mixing_flops(layer, length) for layer in range(base.layers))
         return 6.0 * base.layers * mlp + sum(mixing)
 

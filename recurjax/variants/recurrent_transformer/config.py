@@ -141,7 +141,7 @@ class RecurrentTransformerConfig(LayerSwitches, StackFacts):
         from z), and 12 H E T a layer for attention, as for the Transformer.
         """
         D, E = self.width, self.head_width
-        mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
+        mlp = self.mlp.weights(D)
         return self.layers * (
             6.0 * (self.weights(D) + mlp) + 12.0 * self.heads * E * length
         )

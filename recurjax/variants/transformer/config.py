@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from recurjax.layers.attention import AttentionConfig, slots_for
 from recurjax.layers.initialization import InitConfig
+from recurjax.layers.linear import Maps
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import (
@@ -128,7 +129,7 @@ class TransformerConfig(StackFacts):
         """Returns what a layer has of its own."""
         return self.pattern[layer % len(self.pattern)]
 
-    def block_maps(self, place: int) -> dict[str, tuple[int, int]]:
+    def block_maps(self, place: int) -> Maps:
         """Returns the sizes (N, M) of the linear maps of a place's layers, by name."""
         del place  # All layers have the same ones.
         return self.attention.maps(self.width) | self.mlp.maps(self.width)

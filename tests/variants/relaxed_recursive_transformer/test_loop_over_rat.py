@@ -46,6 +46,10 @@ from tests.variants.relaxed_recursive_transformer.rat_switches import (
     rat,
     small,
 )
+from tests.variants.relaxed_recursive_transformer.test_laws import (
+    gradients,
+    training_logits,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 __all__ = ["quick_compilation"]
@@ -85,18 +89,6 @@ class TestLaws(StackLaws):
 @pytest.fixture(scope="module")
 def ids():
     return draw_ids(VOCABULARY)
-
-
-@quick
-def training_logits(model, ids):
-    return model(Tokens(ids), model.init_cache(len(ids), 0))[0]
-
-
-@quick
-@jax.grad
-def gradients(model, ids):
-    logits, _ = model(Tokens(ids), model.init_cache(len(ids), 0))
-    return jnp.sum(logits[:, ::2] ** 2)
 
 
 def addition_of(weight: str) -> str:
