@@ -429,7 +429,7 @@ def _comparable(experiment: Experiment) -> Experiment:
         # Logging and keeping change no parameter; the spike rule may be corrected when
         # it has stopped a run.
         experiment.training,
-        spikes=SpikeConfig(),
+        spikes=SpikeConfig(enabled=False),
         log_every=1,
         checkpoint_every=1,
         keep_checkpoints=1,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.surgery.fewer_layers import extended, truncated, with_loops
@@ -16,6 +17,7 @@ from recurjax.surgery.named_parameters import parameters
 from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import NextToken, RandomLoops
 from recurjax.training.optimizers import AdamW
+from recurjax.training.run import RunDirectory
 from recurjax.training.spikes import SpikeConfig
 from recurjax.types import Batch, Tokens
 from tests.compiling import QUICK_COMPILE
@@ -132,8 +134,11 @@ def test_models_whose_loops_do_not_repeat_are_refused():
     assert truncated(build(CONFIG), 1).config.stack.loops == 1
 
 
-def test_an_experiment_does_not_skip_steps_of_few_loops():
-    """Their losses are higher, so the rule of spikes would train deep loops only."""
+def test_an_experiment_does_not_skip_steps_of_few_loops(tmp_path):
+    """Their losses are higher, so the rule of spikes would train deep loops only.
+
+    A run without the rule resumes.
+    """
     data = DataConfig(corpus=EmbeddedText(), tokenizer=Bytes())
     training = TrainingConfig(steps=1, batch=2, length=8)
     sizes = {"name": "run", "model": CONFIG, "data": data}
@@ -141,4 +146,7 @@ def test_an_experiment_does_not_skip_steps_of_few_loops():
     with pytest.raises(ValueError, match=r"set training\.spikes\.enabled to false"):
         of(objective=RandomLoops(), training=training)
     steady = replace(training, spikes=SpikeConfig(enabled=False))
-    of(objective=RandomLoops(), training=steady)
+    run = of(objective=RandomLoops(), training=steady)
+    directory = RunDirectory(tmp_path)
+    directory.claim(run, ByteTokenizer())
+    directory.check_resumable(run)
