@@ -131,7 +131,8 @@ def experiment(options: Options, task: str, training: Training) -> Experiment:
 def doubled(task: TaskConfig) -> TaskConfig:
     """Returns the task that is tested: twice as long as what was learned."""
     if isinstance(task, HashHop):
-        deeper = replace(task, hops=2 * task.hops)
+        # Long enough for the longer answer, until its pairs are known.
+        deeper = replace(task, hops=2 * task.hops, length=4 * task.length)
         return replace(deeper, length=deeper.length_of(2 * task.pairs))
     return task  # S3's test is as long by its own config
 

@@ -14,7 +14,10 @@ from recurjax.errors import UserError
 from recurjax.model import count_parameters
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "relaxed_recursive_transformer"
-SCRIPTS = ("runs", "uptraining_set", "byte_model", "smollm2", "loop_over_rat")
+SCRIPTS = (
+    *("runs", "uptraining_set", "byte_model", "smollm2", "loop_over_rat"),
+    "more_loops",
+)
 
 
 @pytest.fixture
@@ -177,3 +180,12 @@ def test_a_small_set_of_looped_rats_trains_and_resumes(script, tmp_path, capsys)
     assert "| looped |" in table and "| looped_rank16 |" in table
     assert module.main(words) == 0
     assert (tmp_path / "runs" / "results.md").read_text() in capsys.readouterr().out
+
+
+def test_what_is_read_with_more_loops_is_twice_as_long(script):
+    more_loops = script("more_loops")
+    hop = more_loops.TASKS["hash_hop"]
+    tested = more_loops.doubled(hop)
+    assert (tested.hops, tested.pairs) == (2 * hop.hops, 2 * hop.pairs) == (4, 8)
+    s3 = more_loops.TASKS["s3"]
+    assert more_loops.doubled(s3).longest("validation") == 2 * s3.longest("train")
