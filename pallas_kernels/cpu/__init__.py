@@ -17,7 +17,7 @@ from pallas_kernels import target
 
 _NAMES = tuple(
     f"recurjax_{name}"
-    for name in ("attention_forward", "attention_backward", "few_rows")
+    for name in ("attention_forward", "attention_backward", "few_rows", "panels")
 )
 
 

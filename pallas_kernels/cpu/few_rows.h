@@ -1,6 +1,6 @@
-// Products of a few rows with a matrix of int8, for one instruction set.
+// Products of a few rows with a matrix, for one instruction set.
 //
-// Each weight is read once, in memory order, and widened to float32 in a
+// Of int8, each weight is read once, in memory order, and widened to float32 in a
 // register. A row's sums have one order, whatever the number of threads.
 
 constexpr int kPanel = 8;  // Inputs whose weights are read side by side.
@@ -102,4 +102,15 @@ static void transposed_outputs(const FewRows& call, int64_t first, int64_t last)
 
 static void few_rows(const FewRows& call, int64_t first, int64_t last) {
   call.transposed ? transposed_outputs(call, first, last) : outputs(call, first, last);
+}
+
+// Of float32, the panels from `first` to `last` of all matrices, counted through.
+static void panels(const Panels& call, int64_t first, int64_t last) {
+  const int64_t B = call.B, N = call.N, columns = call.P * kTile;
+  for (int64_t panel = first; panel < last; ++panel) {
+    const int64_t l = panel / call.P;
+    float* y = call.y + l * B * columns + panel % call.P * kTile;
+    product(B, kTile, N, call.x + l * B * N, N, 1, call.panels + panel * N * kTile, kTile, y,
+            columns, false);
+  }
 }

@@ -32,10 +32,12 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
-constexpr int64_t kTile = 64;  // Queries and keys of a tile of attention.
+constexpr int64_t kTile = 64;  // Queries and keys of a tile of attention, columns of a panel.
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -1e30f;
-constexpr int64_t kWeightsOfAThread = 1 << 18;  // For fewer a thread wakes up too late.
+// For less a thread wakes up too late.
+constexpr int64_t kWeightsOfAThread = 1 << 18;
+constexpr int64_t kProductsOfAThread = 1 << 18;
 
 enum Stage { kForward, kBackward, kGather };
 
@@ -78,6 +80,13 @@ struct FewRows {
   float* y;
   int64_t B, N, M;
   bool transposed;
+};
+
+// Few rows times matrices in panels: x [L, B, N], y [L, B, 64 P], panels [L, P, N, 64].
+struct Panels {
+  const float *x, *panels;
+  float* y;
+  int64_t L, B, N, P;
 };
 
 template <int N>
@@ -272,6 +281,27 @@ ffi::Error few_rows(ffi::ThreadPool pool, int64_t transposed, int64_t lanes, Flo
   return out_of_memory();
 }
 
+// Threads take ranges of panels.
+ffi::Error panels(ffi::ThreadPool pool, int64_t lanes, Float32 x, Float32 panels,
+                  ffi::Result<Float32> y) try {
+  Panels call{};
+  call.L = x.dimensions()[0], call.B = x.dimensions()[1], call.N = x.dimensions()[2];
+  call.P = panels.dimensions()[1];
+  call.x = x.typed_data(), call.panels = panels.typed_data(), call.y = y->typed_data();
+  const int64_t count = call.L * call.P;
+  const int64_t worth = 1 + count * call.B * call.N * kTile / kProductsOfAThread;
+  const int64_t threads = worth < workers(pool) ? worth : workers(pool);
+  const int64_t share = (count + threads - 1) / threads;
+  auto* function = CHOOSE(lanes, panels);
+  parallel(pool, (count + share - 1) / share, [&call, function, share, count](int64_t task, int64_t) {
+    const int64_t first = task * share, last = first + share;
+    function(call, first, last < count ? last : count);
+  });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
 auto bind() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -301,4 +331,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_few_rows, few_rows,
                                   .Attr<int64_t>("lanes")
                                   .Arg<Float32>()
                                   .Arg<Int8>()
+                                  .Ret<Float32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_panels, panels,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<int64_t>("lanes")
+                                  .Arg<Float32>()
+                                  .Arg<Float32>()
                                   .Ret<Float32>());

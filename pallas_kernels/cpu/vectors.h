@@ -113,9 +113,11 @@ static void columns(int64_t rows, const float* a, int64_t row, int64_t step, con
     tile<6, C>(a + i * row, row, step, b, b_stride, c + i * c_stride, c_stride, depth, add);
   for (; i + 2 <= rows; i += 2)
     tile<2, C>(a + i * row, row, step, b, b_stride, c + i * c_stride, c_stride, depth, add);
+  if (i < rows)
+    tile<1, C>(a + i * row, row, step, b, b_stride, c + i * c_stride, c_stride, depth, add);
 }
 
-// C [rows][width] = A B, added to C where `add`; rows are even, the width a multiple of 16.
+// C [rows][width] = A B, added to C where `add`; the width is a multiple of 16.
 static void product(int64_t rows, int64_t width, int64_t depth, const float* a, int64_t row,
                     int64_t step, const float* b, int64_t b_stride, float* c, int64_t c_stride,
                     bool add) {

@@ -27,11 +27,12 @@ from pallas_kernels.recurrent_prefill.call import (
 )
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
+    FewRowsMatrices,
     PreparedWeights,
     Rotary,
-    Transposed,
     activate,
     few_rows_linear,
+    few_rows_matrices,
     linear,
     norm_and_rotate,
     persistent_source,
@@ -304,7 +305,7 @@ def recur_backward(
     p: Float[Array, "L B K Q b b"],
     rotary: Rotary | None,
     w: PreparedWeights,
-    t: Transposed,
+    transposed: FewRowsMatrices,
     *,
     geometry: Geometry,
     spec: LayerSpec,
@@ -343,16 +344,16 @@ def recur_backward(
         k, _ = jnp.split(row.projected, 2, axis=-1)
         _, pull = jax.vjp(lambda k: norm_and_rotate(k, w.k_norm, rotary, spec), k)
         dprojected = jnp.concatenate([*pull(_heads(dk, K, E)), dv], axis=-1)
-        dsource = few_rows_linear(dprojected, t.w_kv, w.w_kv)
+        dsource = few_rows_linear(dprojected, transposed.w_kv)
         dz = dz + _pull(partial(persistent_source, w=w, spec=spec), row.z, dsource)
         # Through the MLP and its norm to y.
-        dhidden = few_rows_linear(s * dz, t.w_down, w.w_down)
+        dhidden = few_rows_linear(s * dz, transposed.w_down)
         dpre = _pull(partial(activate, spec=spec, gated=gated), row.pre, dhidden)
-        dnormed = few_rows_linear(dpre, t.w_in, w.w_in)
+        dnormed = few_rows_linear(dpre, transposed.w_in)
         before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
         dy = dz + _pull(before, row.y, dnormed)
         # Through W_out to what the unit attended to.
-        new_do = few_rows_linear(s * dy, t.w_out, w.w_out)
+        new_do = few_rows_linear(s * dy, transposed.w_out)
         new_do = _heads(new_do, spec.heads, E)
         new_delta = jnp.sum(new_do * _heads(row.attended, spec.heads, E), axis=-1)
         new_do = jnp.moveaxis(new_do.reshape(L, u, B, K, -1, E), 1, 4)
@@ -527,6 +528,7 @@ def run_layers_backward(
     past = cached_pairs(cache, spec)
     past = None if past is None else columns_of(past)
     transposed = transpose(w)
+    matrices = few_rows_matrices(transposed, w, rows=geometry.unit * x.shape[2])
 
     def step(carry, inputs):
         above, dpairs, dpast, total = carry
@@ -564,7 +566,7 @@ def run_layers_backward(
             p,
             rotary,
             w,
-            transposed,
+            matrices,
             geometry=geometry,
             spec=spec,
         )

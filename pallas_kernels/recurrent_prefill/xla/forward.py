@@ -15,10 +15,11 @@ from jaxtyping import Float
 from pallas_kernels import reductions
 from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
+    FewRowsMatrices,
     PreparedWeights,
-    Transposed,
     activate,
     few_rows_linear,
+    few_rows_matrices,
     persistent_source,
     pre_norm,
     rotation,
@@ -84,7 +85,8 @@ def run_layers(
     # While the last layers finish, the first ones read zeros.
     late = jnp.zeros(((geometry.depth - 1) * b, B, D), x.dtype)
     tiles = jnp.concatenate([x, late]).reshape(-1, 1, b, B, D)
-    past, transposed = cached_pairs(cache, spec), transpose(w)
+    past = cached_pairs(cache, spec)
+    matrices = few_rows_matrices(w, transpose(w), rows=geometry.unit * B)
     keep_temporary = spec.block > 1 and cache.slots > 0
 
     def step(carry, inputs):
@@ -105,7 +107,7 @@ def run_layers(
             running = merge(running, logits, past.values, spec.dtype)
         # 3. The tile's units, one after the other; their pairs join the buffers.
         z, attended, lse, pairs = _recur(
-            tile, q, running, rotary, w, transposed, visibility, j, geometry, spec
+            tile, q, running, rotary, w, matrices, visibility, j, geometry, spec
         )
         buffers = put(buffers, pairs, j * b)
         temporary = tile_pairs if keep_temporary else None
@@ -175,7 +177,7 @@ def _recur(
     running: SoftmaxSoFar,
     rotary,
     w,
-    t: Transposed,
+    matrices: FewRowsMatrices,
     visibility,
     j,
     geometry: Geometry,
@@ -197,17 +199,17 @@ def _recur(
         attended = attended.astype(spec.dtype)
         # The layer as the README has it: y = x + s a, z = y + s MLP(norm y), and z's
         # pair.
-        out = few_rows_linear(attended, w.w_out, t.w_out, w.b_out)
+        out = few_rows_linear(attended, matrices.w_out, w.b_out)
         y = x + spec.residual_scale * out
         normed = pre_norm(y, w.mlp_norm, spec)
-        pre = few_rows_linear(normed, w.w_in, t.w_in, w.b_in)
+        pre = few_rows_linear(normed, matrices.w_in, w.b_in)
         gated = w.w_in.shape[-1] != w.w_down.shape[1]
         hidden = activate(pre, spec, gated=gated)
-        down = few_rows_linear(hidden, w.w_down, t.w_down, w.b_down)
+        down = few_rows_linear(hidden, matrices.w_down, w.b_down)
         z = y + spec.residual_scale * down
         # The pair that later units of the tile read, and later tiles after them.
         source = persistent_source(z, w, spec)
-        k, v = jnp.split(few_rows_linear(source, w.w_kv, t.w_kv, w.b_kv), 2, -1)
+        k, v = jnp.split(few_rows_linear(source, matrices.w_kv, w.b_kv), 2, -1)
         pairs = put(pairs, pairs_of(k, v, w, rotary, spec), i * u)
         lse = jnp.moveaxis(lse, 4, 1).reshape(L, u, B, -1)
         return pairs, (z, attended, lse)

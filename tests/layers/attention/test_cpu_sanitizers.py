@@ -16,8 +16,9 @@ from pallas_kernels import cpu
 cpu._file = lambda: sys.argv[1]
 import jax
 from pallas_kernels.cpu.few_rows import few_rows
+from pallas_kernels.cpu.panels import multiply, panels_of
 from tests.layers.attention.test_cpu import CASES, both, make
-from tests.pallas_kernels.test_few_rows import SIZES, draw
+from tests.pallas_kernels import test_few_rows, test_panels
 assert cpu.refusal() is None, cpu.refusal()
 for lanes in {16, 8, 4} & {cpu.lanes(), min(cpu.lanes(), 8)}:
     cpu.lanes = lambda: lanes
@@ -25,10 +26,13 @@ for lanes in {16, 8, 4} & {cpu.lanes(), min(cpu.lanes(), 8)}:
         for dtype in ("float32", "bfloat16"):
             arrays, options, _ = make(dtype=dtype, **case)
             jax.block_until_ready(both("cpu", options)(*arrays))
-    for size in SIZES.values():
-        x, weight = draw(7, *size)
+    for size in test_few_rows.SIZES.values():
+        x, weight = test_few_rows.draw(7, *size)
         jax.block_until_ready(few_rows(x, weight))
         jax.block_until_ready(few_rows(x, weight.T, transposed=True))
+    for size in test_panels.SIZES.values():
+        x, weight = test_panels.draw(9, *size)
+        jax.block_until_ready(multiply(x, panels_of(weight), columns=size[1]))
 print("no report")
 """
 
