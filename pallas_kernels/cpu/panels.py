@@ -39,7 +39,20 @@ def multiply(
 
     The order of a sum does not depend on the number of rows or threads.
     """
+    return _multiply(x, panels)[..., :columns]
+
+
+@jax.custom_jvp
+def _multiply(x: Array, panels: Array) -> Array:
     L, B, _ = x.shape
     y = jax.ShapeDtypeStruct((L, B, panels.shape[1] * _WIDTH), jnp.float32)
-    y = cpu.call("panels", y, x, panels, vmap_method="sequential")
-    return y[..., :columns]
+    return cpu.call("panels", y, x, panels, vmap_method="sequential")
+
+
+@_multiply.defjvp
+def _gradients_by_xla(primals: tuple, tangents: tuple) -> tuple:
+    def product(x: Array, panels: Array) -> Array:
+        y = jnp.einsum("lbn,lpnc->lbpc", x, panels)
+        return y.reshape(*x.shape[:2], -1)
+
+    return jax.jvp(product, primals, tangents)

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from pallas_kernels import target, uncopied_weights
+from pallas_kernels.cpu import panels
 from pallas_kernels.cpu.few_rows import few_rows, serves
 from recurjax.layers.mesh import as_matrix
 from recurjax.ranges import RangeChecks
@@ -222,13 +223,48 @@ def quantize(
     )
 
 
-Weight = Array | nnx.Param | AdaptedWeight | QuantizedWeight
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PanelWeight:
+    """A weight next to its panels, for a loop that reads one token of each row a step.
+
+    Like `AdaptedWeight` it takes the place of W's array in a Param, while the loop
+    runs: see `in_panels`.
+
+    Attributes:
+      weight: W.
+      panels: of the matrix [N, M], see `pallas_kernels.cpu.panels`.
+    """
+
+    weight: Any
+    panels: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of W."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of W."""
+        return self.weight.dtype
+
+    def __getitem__(self, index: Any) -> "PanelWeight":
+        assert index is ..., "a Param's value is read by [...]"
+        return self
+
+    def reshape(self, *shape: int) -> "PanelWeight":
+        """Flattens the axes of W; the panels are those of a matrix."""
+        return replace(self, weight=self.weight.reshape(*shape))
+
+
+Weight = Array | nnx.Param | AdaptedWeight | QuantizedWeight | PanelWeight
 """What a linear map multiplies by."""
 
 
 def is_composed(node: Any) -> bool:
     """Returns whether a node of a tree is a weight that is more than an array."""
-    return isinstance(node, AdaptedWeight | QuantizedWeight)
+    return isinstance(node, AdaptedWeight | QuantizedWeight | PanelWeight)
 
 
 def plain(weight: Weight) -> Array:
@@ -236,6 +272,8 @@ def plain(weight: Weight) -> Array:
     weight = weight[...]
     if isinstance(weight, QuantizedWeight):
         return weight.astype(weight.dtype)
+    if isinstance(weight, PanelWeight):
+        return weight.weight
     if not isinstance(weight, AdaptedWeight):
         return weight
     assert not weight.several, "several adapters make no single matrix"
@@ -297,6 +335,22 @@ def with_adapter(tree: Tree, number: Int[Array, ""]) -> Tree:
     return jax.tree.map(choose, tree, is_leaf=is_composed)
 
 
+def in_panels(
+    stacked: Float[Array, "L ..."], *, inputs: int, rows: int
+) -> Array | PanelWeight:
+    """Lays stacked layers' weights out where that speeds a product of few rows up.
+
+    Args:
+      inputs: how many axes after the first one are the matrix' inputs.
+      rows: how many rows a loop multiplies at each step.
+    """
+    N = math.prod(stacked.shape[1 : 1 + inputs])
+    matrices = stacked.reshape(len(stacked), N, -1)
+    if not panels.serves(matrices, rows=rows):
+        return stacked
+    return PanelWeight(weight=stacked, panels=panels.panels_of(matrices))
+
+
 def linear(
     x: Float[Array, "... N"],
     weight: Weight,
@@ -316,7 +370,7 @@ def linear(
 
 def base_and_adapters(
     weight: Weight,
-) -> tuple[Array | QuantizedWeight, list[AdaptedWeight]]:
+) -> tuple[Array | QuantizedWeight | PanelWeight, list[AdaptedWeight]]:
     """Returns W, and the adapters on it, the outermost first."""
     value, adapters = weight[...], []
     while isinstance(value, AdaptedWeight):
@@ -418,8 +472,13 @@ def _scale_apart(
     return weight, None
 
 
-def _product(x: Array, weight: Array | QuantizedWeight) -> Array:
+def _product(x: Array, weight: Array | QuantizedWeight | PanelWeight) -> Array:
     step = x.ndim > 2 and x.shape[1] == 1
+    if isinstance(weight, PanelWeight):
+        if step and x.dtype == jnp.float32:
+            stacked, columns = weight.panels[None], weight.shape[-1]
+            return panels.multiply(x[None, :, 0], stacked, columns=columns)[0][:, None]
+        return _product(x, weight.weight)
     if step and (y := _by_groups(x[:, 0], weight)) is not None:
         return y[:, None].astype(x.dtype)
     weight, scale = _scale_apart(weight)

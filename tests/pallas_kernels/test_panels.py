@@ -15,6 +15,10 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.model import make_stack
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.types import Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
+from recurjax.variants.latent_recurrent_transformer.presets import shared
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from tests.compiling import QUICK_COMPILE
 from tests.layers.attention.test_cpu import WIDTHS, needs_kernels
@@ -47,10 +51,15 @@ def test_it_is_the_product(size, lanes, monkeypatch):
         np.testing.assert_array_equal(product(x[:, :rows]), product(x)[:, :rows])
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_a_recurrent_transformer_multiplies_by_it(layers, monkeypatch):
-    """Values and gradients are those without the kernel, which both passes call."""
-    config = RecurrentTransformerConfig(
+def make(config):
+    """Returns a stack, its input and tokens."""
+    stack = make_stack(config, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (3, 37, 64))
+    return stack, x, Tokens(jnp.zeros(x.shape[:2], jnp.int32))
+
+
+def recurrent(layers: int) -> RecurrentTransformerConfig:
+    return RecurrentTransformerConfig(
         layers=layers,
         width=64,
         heads=4,
@@ -59,30 +68,69 @@ def test_a_recurrent_transformer_multiplies_by_it(layers, monkeypatch):
         mlp=MlpConfig(width=96, kind="swiglu"),
         schedule="wavefront" if layers > 1 else "prefix",
     )
-    stack = make_stack(config, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (3, 37, 64))
-    tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
 
-    def passes(stack, x):
-        def loss(stack, x):
-            z, _ = stack(x, stack.init_cache(len(x), 0, x.dtype), tokens)
-            return jnp.sum(z**2), z
 
-        return jax.grad(loss, argnums=(0, 1), has_aux=True)(stack, x)
+def latent() -> LatentRecurrentTransformerConfig:
+    return LatentRecurrentTransformerConfig(
+        layers=4,
+        width=64,
+        heads=4,
+        key_heads=4,
+        head_width=16,
+        mlp_width=96,
+        vocabulary=32,
+        length=37,
+        windows="SL",
+        memory=shared(4),
+    )
 
-    def compiled():
-        # A function of its own, which jax has not traced before.
-        made = jax.jit(lambda stack, x: passes(stack, x)).lower(stack, x)
-        calls = made.as_text().count("custom_call @recurjax_panels")
-        return calls, made.compile(compiler_options=QUICK_COMPILE)(stack, x)
 
-    calls, (gradients, z) = compiled()
+def compiled(function, *arguments):
+    """Returns how often a program calls the kernel, and what it returns."""
+    # A function of its own, which jax has not traced before.
+    made = jax.jit(lambda *arguments: function(*arguments)).lower(*arguments)
+    calls = made.as_text().count("custom_call @recurjax_panels")
+    return calls, made.compile(compiler_options=QUICK_COMPILE)(*arguments)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_both_passes_of_a_recurrent_transformer_multiply_by_it(layers, monkeypatch):
+    stack, x, tokens = make(recurrent(layers))
+
+    def loss(stack, x):
+        z, _ = stack(x, stack.init_cache(len(x), 0, x.dtype), tokens)
+        return jnp.sum(z**2), z
+
+    passes = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    calls, (gradients, z) = compiled(passes, stack, x)
     assert calls == 8
     monkeypatch.setattr("pallas_kernels.cpu.panels.serves", lambda *_, **__: False)
-    calls, (expected, expected_z) = compiled()
+    calls, (expected, expected_z) = compiled(passes, stack, x)
     assert calls == 0
     assert_values_close(z, expected_z)
     assert_gradients_close(gradients, expected)
+
+
+def test_the_exact_recurrence_of_a_latent_memory_multiplies_by_it(monkeypatch):
+    """Its gradient is the one through XLA's products."""
+    stack, x, tokens = make(latent())
+
+    def exact(stack, x):
+        return stack(x, stack.init_cache(len(x), x.shape[1], x.dtype), tokens)[0]
+
+    def loss(stack, x):
+        return jnp.sum(exact(stack, x) ** 2)
+
+    calls, y = compiled(exact, stack, x)
+    _, gradients = compiled(jax.grad(loss, argnums=(0, 1)), stack, x)
+    # Six matrices of each place in the pattern.
+    assert calls == 12
+    monkeypatch.setattr("pallas_kernels.cpu.panels.serves", lambda *_, **__: False)
+    calls, expected = compiled(exact, stack, x)
+    _, expected_gradients = compiled(jax.grad(loss, argnums=(0, 1)), stack, x)
+    assert calls == 0
+    assert_values_close(y, expected)
+    assert_gradients_close(gradients, expected_gradients)
 
 
 def test_what_it_leaves_to_xla():

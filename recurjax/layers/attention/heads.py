@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from pallas_kernels.uncopied_weights import merge_by_head
 from recurjax.layers.linear import (
+    PanelWeight,
     QuantizedWeight,
     Weight,
     base_and_adapters,
@@ -58,7 +59,7 @@ def merge(
     H, E, D = weight.shape
     flat = y.reshape(*y.shape[:2], -1)
     base, adapters = base_and_adapters(weight)
-    if not decodes_on_gpu(y) or isinstance(base, QuantizedWeight):
+    if not decodes_on_gpu(y) or isinstance(base, QuantizedWeight | PanelWeight):
         return linear(flat, weight[...].reshape(-1, D), bias)
     merged = merge_by_head(y.reshape(-1, H, E), base.astype(y.dtype))
     return with_additions(merged[:, None].astype(y.dtype), flat, bias, adapters)

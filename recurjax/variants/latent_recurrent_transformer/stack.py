@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from recurjax.layers.attention import (
     empty_key_value_cache,
     slots_for,
 )
+from recurjax.layers.linear import in_panels, is_composed
 from recurjax.layers.mesh import UncutStack
 from recurjax.layers.stack import CacheRows, layers_a_turn, make_blocks, scan_layers
 from recurjax.types import Array, Tokens
@@ -458,13 +459,15 @@ class LatentRecurrentTransformerStack(
         self, x: Array, cache: LatentCache, tokens: Tokens
     ) -> tuple[Array, LatentCache]:
         lengths = tokens.lengths
+        stack = self if x.shape[1] < _MANY_STEPS else _in_panels(self, rows=len(x))
 
         def advance(cache, inputs):
             x, ids, t = inputs
             # A row that has ended takes steps of no token, which leave its cache as it
             # is.
             valid = None if lengths is None else (t < lengths).astype(jnp.int32)
-            y, cache = self._token(x[:, None], cache, Tokens(ids[:, None], None, valid))
+            token = Tokens(ids[:, None], None, valid)
+            y, cache = stack._token(x[:, None], cache, token)
             return cache, y[:, 0]
 
         steps = jnp.arange(x.shape[1])
@@ -621,3 +624,24 @@ class LatentRecurrentTransformerStack(
         if self.source_logits is not None:
             shares = jax.nn.softmax(self.source_logits[...]).astype(dtype)
         return jnp.zeros(L, dtype).at[layers].set(shares)
+
+
+_MANY_STEPS = 16
+"""Steps after which a layout of the matrices for them has paid off."""
+_INPUTS = {"w_out": 2} | dict.fromkeys(("w_q", "w_k", "w_v", "w_up", "w_down"), 1)
+"""The axes of each matrix' inputs."""
+
+
+def _in_panels(
+    stack: LatentRecurrentTransformerStack, *, rows: int
+) -> LatentRecurrentTransformerStack:
+    """Lays its blocks' matrices out for a loop over tokens."""
+
+    def lay_out(path: tuple[Any, ...], leaf: Any) -> Any:
+        words = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        name = next((word for word in words[::-1] if word in _INPUTS), None)
+        if is_composed(leaf) or name is None or "blocks" not in words:
+            return leaf
+        return in_panels(leaf, inputs=_INPUTS[name], rows=rows)
+
+    return jax.tree_util.tree_map_with_path(lay_out, stack, is_leaf=is_composed)
