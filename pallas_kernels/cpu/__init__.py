@@ -15,9 +15,12 @@ import numpy as np
 
 from pallas_kernels import target
 
-_NAMES = tuple(
-    f"recurjax_{name}"
-    for name in ("attention_forward", "attention_backward", "few_rows", "panels")
+_NAMES = (
+    "recurjax_attention_forward",
+    "recurjax_attention_backward",
+    "recurjax_cache_read",
+    "recurjax_few_rows",
+    "recurjax_panels",
 )
 
 

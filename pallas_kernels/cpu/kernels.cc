@@ -89,6 +89,25 @@ struct Panels {
   int64_t L, B, N, P;
 };
 
+// One query of each row, q and o [B, H, E], on keys and values [L, B, S, K, E] of one of L
+// layers. Slot s holds the newest position p <= newest[b] with p mod S = s.
+struct CacheRead {
+  const float* q;
+  const void *keys, *values;
+  const int32_t* newest;
+  float* o;
+  int64_t B, H, E, S, K;
+  int64_t window;  // A key at a larger distance is hidden.
+  int32_t layer;
+  float scale;
+  bool is_bfloat16;
+
+  int64_t oldest(int64_t newest) const {
+    int64_t reach = window < S - 1 ? window : S - 1;
+    return newest > reach ? newest - reach : 0;
+  }
+};
+
 template <int N>
 using Count = std::integral_constant<int, N>;
 
@@ -118,6 +137,7 @@ namespace avx512 {
 
 #include "attention.h"
 #include "few_rows.h"
+#include "cache_read.h"
 }  // namespace avx512
 #undef VECTOR_LANES
 #undef VECTOR_COLUMNS
@@ -131,6 +151,7 @@ namespace avx2 {
 
 #include "attention.h"
 #include "few_rows.h"
+#include "cache_read.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -154,6 +175,7 @@ namespace generic {
 
 #include "attention.h"
 #include "few_rows.h"
+#include "cache_read.h"
 }  // namespace generic
 
 int64_t best_lanes() { return 4; }
@@ -302,6 +324,45 @@ ffi::Error panels(ffi::ThreadPool pool, int64_t lanes, Float32 x, Float32 panels
   return out_of_memory();
 }
 
+ffi::Error cache_read(ffi::ThreadPool pool, float scale, int64_t window, int64_t lanes, Float32 q,
+                      Any keys, Any values, Int32 layer, Int32 newest,
+                      ffi::Result<Float32> o) try {
+  CacheRead call{};
+  auto sizes = keys.dimensions();
+  call.B = sizes[1], call.S = sizes[2], call.K = sizes[3], call.E = sizes[4];
+  call.H = q.element_count() / (call.B * call.E);
+  call.q = q.typed_data(), call.keys = keys.untyped_data(), call.values = values.untyped_data();
+  call.layer = layer.typed_data()[0], call.newest = newest.typed_data(), call.o = o->typed_data();
+  call.window = window, call.scale = scale;
+  call.is_bfloat16 = keys.element_type() == ffi::BF16;
+  // Clamped, as XLA clamps an index.
+  const int32_t last = static_cast<int32_t>(sizes[0]) - 1;
+  call.layer = call.layer < 0 ? 0 : call.layer > last ? last : call.layer;
+  int64_t seen = 0;
+  for (int64_t b = 0; b < call.B; ++b) seen += call.newest[b] - call.oldest(call.newest[b]) + 1;
+  const int64_t worth = 1 + seen * call.K * call.E * 2 / kWeightsOfAThread;
+  const int64_t threads = worth < workers(pool) ? worth : workers(pool);
+  // A task is some heads of a row: all, where there are enough rows for the threads.
+  const int64_t wished = (threads + call.B - 1) / call.B;
+  const int64_t share = (call.K + wished - 1) / wished, parts = (call.K + share - 1) / share;
+  const int64_t stride = call.S + 16, size = share * (call.H / call.K) * stride;
+  std::unique_ptr<float[]> scratch(new float[threads * size]);
+  auto* function = CHOOSE(lanes, cache_read);
+  const int64_t tasks = call.B * parts, each = (tasks + threads - 1) / threads;
+  parallel(pool, (tasks + each - 1) / each,
+           [&call, function, share, parts, tasks, each, stride, size,
+            scratch = scratch.get()](int64_t thread, int64_t) {
+             for (int64_t i = thread * each; i < tasks && i < (thread + 1) * each; ++i) {
+               const int64_t first = i % parts * share, last = first + share;
+               function(call, i / parts, first, last < call.K ? last : call.K,
+                        scratch + thread * size, stride);
+             }
+           });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
 auto bind() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -338,4 +399,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_panels, panels,
                                   .Attr<int64_t>("lanes")
                                   .Arg<Float32>()
                                   .Arg<Float32>()
+                                  .Ret<Float32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recurjax_cache_read, cache_read,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("lanes")
+                                  .Arg<Float32>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<Int32>()
+                                  .Arg<Int32>()
                                   .Ret<Float32>());

@@ -333,12 +333,13 @@ class SelfAttention(nnx.Module):
 
     def _options(self, q: Array, tokens: Tokens | None) -> dict[str, Any]:
         """Returns the options of attention to a cache."""
+        alibi = isinstance(self.config.position, Alibi)
         return {
             "scale": self._scale(),
             "window": self.window,
             "lengths": None if tokens is None else tokens.lengths,
             "soft_cap": self.config.soft_cap,
-            "bias": partial(self._bias, dtype=q.dtype),
+            "bias": partial(self._bias, dtype=q.dtype) if alibi else None,
         }
 
     def _scale(self) -> float:

@@ -15,8 +15,10 @@ import sys
 from pallas_kernels import cpu
 cpu._file = lambda: sys.argv[1]
 import jax
+from pallas_kernels.cpu.cache_read import attend
 from pallas_kernels.cpu.few_rows import few_rows
 from pallas_kernels.cpu.panels import multiply, panels_of
+from tests.layers.attention import test_cache_read
 from tests.layers.attention.test_cpu import CASES, both, make
 from tests.pallas_kernels import test_few_rows, test_panels
 assert cpu.refusal() is None, cpu.refusal()
@@ -26,6 +28,10 @@ for lanes in {16, 8, 4} & {cpu.lanes(), min(cpu.lanes(), 8)}:
         for dtype in ("float32", "bfloat16"):
             arrays, options, _ = make(dtype=dtype, **case)
             jax.block_until_ready(both("cpu", options)(*arrays))
+    for case in test_cache_read.CASES.values():
+        for dtype in ("float32", "bfloat16"):
+            arrays, options = test_cache_read.draw(**case, dtype=dtype)
+            jax.block_until_ready(attend(*arrays, **options))
     for size in test_few_rows.SIZES.values():
         x, weight = test_few_rows.draw(7, *size)
         jax.block_until_ready(few_rows(x, weight))
