@@ -35,9 +35,7 @@ struct Bfloat16 {
 constexpr int64_t kTile = 64;  // Queries and keys of a tile of attention, columns of a panel.
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -1e30f;
-// For less a thread wakes up too late.
-constexpr int64_t kWeightsOfAThread = 1 << 18;
-constexpr int64_t kProductsOfAThread = 1 << 18;
+constexpr int64_t kWorkOfAThread = 1 << 18;  // Numbers to read or multiply, worth its waking up.
 
 enum Stage { kForward, kBackward, kGather };
 
@@ -215,6 +213,23 @@ void parallel(ffi::ThreadPool& pool, int64_t count, Task task) {
   state->all_finished.wait(lock, [&] { return state->finished == count; });
 }
 
+// How many threads so much work is worth.
+int64_t threads_for(ffi::ThreadPool& pool, int64_t work) {
+  const int64_t worth = 1 + work / kWorkOfAThread;
+  return worth < workers(pool) ? worth : workers(pool);
+}
+
+// Runs work(first, last, thread) on a range of `count` for each thread; ranges begin at
+// multiples of `step`.
+template <class Work>
+void in_ranges(ffi::ThreadPool& pool, int64_t count, int64_t threads, int64_t step, Work work) {
+  const int64_t share = ((count + threads - 1) / threads + step - 1) / step * step;
+  parallel(pool, (count + share - 1) / share, [work, count, share](int64_t thread, int64_t) {
+    const int64_t first = thread * share, last = first + share;
+    work(first, last < count ? last : count, thread);
+  });
+}
+
 ffi::Error out_of_memory() {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                     "a kernel for CPUs found no memory to work in");
@@ -290,14 +305,9 @@ ffi::Error few_rows(ffi::ThreadPool pool, int64_t transposed, int64_t lanes, Flo
   call.B = x.dimensions()[0], call.N = x.dimensions()[1], call.M = y->dimensions()[1];
   call.x = x.typed_data(), call.weight = weight.typed_data(), call.y = y->typed_data();
   call.transposed = transposed;
-  const int64_t worth = 1 + call.N * call.M / kWeightsOfAThread;
-  const int64_t threads = worth < workers(pool) ? worth : workers(pool);
-  const int64_t share = ((call.M + threads - 1) / threads + 63) / 64 * 64;
   auto* function = CHOOSE(lanes, few_rows);
-  parallel(pool, (call.M + share - 1) / share, [&call, function, share](int64_t task, int64_t) {
-    const int64_t first = task * share, last = first + share;
-    function(call, first, last < call.M ? last : call.M);
-  });
+  in_ranges(pool, call.M, threads_for(pool, call.N * call.M), kTile,
+            [&call, function](int64_t from, int64_t to, int64_t) { function(call, from, to); });
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return out_of_memory();
@@ -310,15 +320,10 @@ ffi::Error panels(ffi::ThreadPool pool, int64_t lanes, Float32 x, Float32 panels
   call.L = x.dimensions()[0], call.B = x.dimensions()[1], call.N = x.dimensions()[2];
   call.P = panels.dimensions()[1];
   call.x = x.typed_data(), call.panels = panels.typed_data(), call.y = y->typed_data();
-  const int64_t count = call.L * call.P;
-  const int64_t worth = 1 + count * call.B * call.N * kTile / kProductsOfAThread;
-  const int64_t threads = worth < workers(pool) ? worth : workers(pool);
-  const int64_t share = (count + threads - 1) / threads;
+  const int64_t count = call.L * call.P, products = count * call.B * call.N * kTile;
   auto* function = CHOOSE(lanes, panels);
-  parallel(pool, (count + share - 1) / share, [&call, function, share, count](int64_t task, int64_t) {
-    const int64_t first = task * share, last = first + share;
-    function(call, first, last < count ? last : count);
-  });
+  in_ranges(pool, count, threads_for(pool, products), 1,
+            [&call, function](int64_t from, int64_t to, int64_t) { function(call, from, to); });
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return out_of_memory();
@@ -340,24 +345,23 @@ ffi::Error cache_read(ffi::ThreadPool pool, float scale, int64_t window, int64_t
   call.layer = call.layer < 0 ? 0 : call.layer > last ? last : call.layer;
   int64_t seen = 0;
   for (int64_t b = 0; b < call.B; ++b) seen += call.newest[b] - call.oldest(call.newest[b]) + 1;
-  const int64_t worth = 1 + seen * call.K * call.E * 2 / kWeightsOfAThread;
-  const int64_t threads = worth < workers(pool) ? worth : workers(pool);
+  const int64_t threads = threads_for(pool, 2 * seen * call.K * call.E);
   // A task is some heads of a row: all, where there are enough rows for the threads.
   const int64_t wished = (threads + call.B - 1) / call.B;
   const int64_t share = (call.K + wished - 1) / wished, parts = (call.K + share - 1) / share;
   const int64_t stride = call.S + 16, size = share * (call.H / call.K) * stride;
   std::unique_ptr<float[]> scratch(new float[threads * size]);
+  float* logits = scratch.get();
   auto* function = CHOOSE(lanes, cache_read);
-  const int64_t tasks = call.B * parts, each = (tasks + threads - 1) / threads;
-  parallel(pool, (tasks + each - 1) / each,
-           [&call, function, share, parts, tasks, each, stride, size,
-            scratch = scratch.get()](int64_t thread, int64_t) {
-             for (int64_t i = thread * each; i < tasks && i < (thread + 1) * each; ++i) {
-               const int64_t first = i % parts * share, last = first + share;
-               function(call, i / parts, first, last < call.K ? last : call.K,
-                        scratch + thread * size, stride);
-             }
-           });
+  auto work = [&call, function, share, parts, stride, size, logits](int64_t first, int64_t last,
+                                                                    int64_t thread) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t head = task % parts * share, end = head + share;
+      function(call, task / parts, head, end < call.K ? end : call.K, logits + thread * size,
+               stride);
+    }
+  };
+  in_ranges(pool, call.B * parts, threads, 1, work);
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return out_of_memory();

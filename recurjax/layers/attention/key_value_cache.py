@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
 from pallas_kernels import mesh_cut, target
@@ -113,10 +114,23 @@ def write(
         by_place = (_put_slices, slot) if one_by_one else (_put_layer, token)
         put = partial(_on_each_device, *by_place, cache.layer)
     keys, values = (
-        keep_slots_apart(put(stacked, new=new.astype(stacked.dtype)))
+        keep_slots_apart(put(stacked, new=_held_in(stacked.dtype, new)))
         for stacked, new in ((cache.keys, k), (cache.values, v))
     )
     return cache._replace(keys=keys, values=values)
+
+
+def _held_in(dtype: DTypeLike, new: Array) -> Array:
+    """Returns new in a cache's dtype; in a wider one with the rounding of its own.
+
+    XLA leaves out a rounding that a wider dtype follows.
+    """
+    held = new.astype(dtype)
+    narrow = jnp.finfo(new.dtype)
+    if jnp.promote_types(dtype, new.dtype) == new.dtype:
+        return held
+    bits = {"exponent_bits": narrow.nexp, "mantissa_bits": narrow.nmant}
+    return jax.lax.reduce_precision(held, **bits)
 
 
 def dropped_slots(slots: int, tokens: int) -> Int[Array, " T"]:

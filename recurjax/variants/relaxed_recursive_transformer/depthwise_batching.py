@@ -461,7 +461,7 @@ def _read(
         scale=scale,
         causal=False,
         mask=mask,
-        bias=bias(position, everywhere),
+        bias=None if bias is None else bias(position, everywhere),
         soft_cap=soft_cap,
     )
     return o.reshape(B, T, *o.shape[2:])
