@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import target
+from pallas_kernels.mesh_cut import free_axes
 
 _NAMES = (
     "recurjax_attention_forward",
@@ -31,6 +32,11 @@ def refusal() -> str | None:
         return reason
     library = _library()
     return library if isinstance(library, str) else None
+
+
+def serves() -> bool:
+    """Returns whether a call here can be a kernel's: XLA cannot cut one over a mesh."""
+    return not free_axes() and refusal() is None
 
 
 def lanes() -> int:

@@ -1,7 +1,7 @@
 """Attention of one new token to a layer's cache, by a C++ kernel.
 
-It reads the slots that a query sees, where they lie: XLA for CPUs first copies the
-layer out of its stack, and reads every slot, also those that hold nothing yet.
+It reads the slots that a query sees, in place: XLA for CPUs first copies the layer out
+of its stack, and reads every slot, also those that hold nothing yet.
 """
 
 from typing import Any
@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cpu
-from pallas_kernels.mesh_cut import free_axes
 
 
 def serves(dtype: Any) -> bool:
     """Returns whether the kernel reads a cache of this dtype."""
     known = dtype in (jnp.float32, jnp.bfloat16)
-    return known and not free_axes() and cpu.refusal() is None
+    return known and cpu.serves()
 
 
 def attend(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
 from pallas_kernels import cpu
-from pallas_kernels.mesh_cut import free_axes
 
 _MOST_ROWS = 8
 _LEAST_WEIGHTS = 1 << 16
@@ -23,7 +22,7 @@ def serves(x: Array, weight: Array) -> bool:
     if weight.dtype != jnp.int8 or x.dtype not in (jnp.float32, jnp.bfloat16):
         return False
     few = x.ndim == 2 and x.shape[0] <= _MOST_ROWS and weight.size >= _LEAST_WEIGHTS
-    return few and not free_axes() and cpu.refusal() is None
+    return few and cpu.serves()
 
 
 def few_rows(

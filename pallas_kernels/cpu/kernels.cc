@@ -213,7 +213,7 @@ void parallel(ffi::ThreadPool& pool, int64_t count, Task task) {
   state->all_finished.wait(lock, [&] { return state->finished == count; });
 }
 
-// How many threads so much work is worth.
+// How many threads an amount of work is worth.
 int64_t threads_for(ffi::ThreadPool& pool, int64_t work) {
   const int64_t worth = 1 + work / kWorkOfAThread;
   return worth < workers(pool) ? worth : workers(pool);

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import cpu
-from pallas_kernels.mesh_cut import free_axes
 
 _WIDTH = 64
 _MOST_ROWS = 64
@@ -17,11 +16,11 @@ _LEAST_WEIGHTS = 1 << 12
 
 
 def serves(weight: Float[Array, "L N M"], *, rows: int) -> bool:
-    """Returns whether the kernel multiplies so many rows by matrices [L, N, M]."""
+    """Returns whether the kernel multiplies `rows` rows by matrices [L, N, M]."""
     size = weight.shape[1] * weight.shape[2]
     if weight.dtype != jnp.float32 or rows > _MOST_ROWS or size < _LEAST_WEIGHTS:
         return False
-    return not free_axes() and cpu.refusal() is None
+    return cpu.serves()
 
 
 def panels_of(weight: Float[Array, "L N M"]) -> Float[Array, "L P N 64"]:

@@ -160,7 +160,7 @@ def few_rows_matrices(
     *,
     rows: int,
 ) -> FewRowsMatrices:
-    """Lays matrices out for products of so many rows.
+    """Lays matrices out for products with `rows` rows.
 
     Args:
       transposed: the same matrices, [L, M, N].

@@ -76,7 +76,10 @@ def test_a_decode_step_calls_it_and_has_its_gradients(case, monkeypatch):
         return attend_to_cache(q[:, None], k, v, cache, **rest)[0]
 
     inputs = q, *new, keys, values
-    loss = lambda *inputs: jnp.sum(step(*inputs) ** 2)  # noqa: E731
+
+    def loss(*inputs):
+        return jnp.sum(step(*inputs) ** 2)
+
     gradient = partial(jax.grad, argnums=tuple(range(5)))
     assert "recurjax_cache_read" in str(jax.make_jaxpr(step)(*inputs))
     got, gradients = step(*inputs), gradient(loss)(*inputs)
