@@ -34,6 +34,7 @@ from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.metric_rows import read_rows
 from recurjax.machine import host
+from recurjax.model import WeightDtype
 from recurjax.training.config import EvaluationConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine
@@ -52,6 +53,7 @@ class Options:
       seeds: of the data's order and of the adapters' start.
       steps, batch, length: training steps of so many rows of so many tokens.
       adapters: as of training.adapters.
+      base: dtype of the frozen weights below the adapters.
       full_rate, adapter_rate: peak learning rates.
       times: rounds of steps to time in turns, in place of training.
       alone: train only this run, such as full:0, in this process, and print its row.
@@ -64,6 +66,7 @@ class Options:
     batch: int = 2
     length: int = 128
     adapters: str = "lora:16:32"
+    base: WeightDtype = "float32"
     full_rate: float = 5e-5
     adapter_rate: float = 1e-3
     times: int = 0
@@ -99,6 +102,7 @@ def experiment(options: Options, side: str, seed: int) -> Experiment:
     return replace(
         start,
         name=f"{side}_{seed}",
+        model=replace(start.model, weight_dtype=options.base if adapted else "float32"),
         data=DataConfig(
             corpus=Conversations(patterns=(str(options.out / "chats.jsonl"),)),
             tokenizer=TokenizerFile(path=str(options.run / "tokenizer")),

@@ -488,11 +488,15 @@ def _product(x: Array, weight: Array | QuantizedWeight | PanelWeight) -> Array:
     if step and (y := _by_kernel(rows, weight)) is not None:
         y = y.reshape(*x.shape[:-1], -1)
         return (y if scale is None else y * scale).astype(x.dtype)
-    weight = weight.astype(x.dtype)
     if step:
+        weight = weight.astype(x.dtype)
         y = uncopied_weights.with_more_rows(
             lambda rows: _rounded_step(rows, weight), rows
         )
+    elif _is_narrow(weight, x.dtype):
+        # The backward pass widens the weight again: kept, it would take more memory
+        # than what its own dtype saves.
+        y = jax.checkpoint(_rounded, prevent_cse=False)(rows, weight)
     else:
         y = _rounded(rows, weight)
     y = y.reshape(*x.shape[:-1], weight.shape[-1])
@@ -518,8 +522,14 @@ def _by_groups(
     return uncopied_weights.by_groups(x, weight.values, weight.scales, weight.offsets)
 
 
-def _rounded(rows: Float[Array, "*P N"], weight: Float[Array, "N M"]) -> Array:
-    """Computes the product in the operands' dtype."""
+def _is_narrow(weight: Array | QuantizedWeight, dtype: Any) -> bool:
+    stored = weight.values if isinstance(weight, QuantizedWeight) else weight
+    return stored.dtype.itemsize < jnp.dtype(dtype).itemsize
+
+
+def _rounded(rows: Float[Array, "*P N"], weight: Array | QuantizedWeight) -> Array:
+    """Computes the product in the rows' dtype."""
+    weight = weight.astype(rows.dtype)
     # Rows cut over devices keep their axes.
     if rows.ndim == 2 and rows.dtype == jnp.bfloat16 and target.widens_bfloat16():
         return _wide(rows, weight)

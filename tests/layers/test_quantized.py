@@ -201,3 +201,26 @@ def test_each_token_of_a_table_and_of_a_head_has_a_scale_of_its_own():
     assert table.scales.shape == (tokens, 1)
     assert head.shape == (width, tokens) and head.scales.shape == (1, tokens)
     assert table.inputs == head.inputs == 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "bfloat16"])
+def test_a_backward_pass_widens_narrow_weights_again(dtype):
+    """A step on a frozen base keeps no wide copy of its layers for the way back."""
+    L, N = 16, 64
+    stacked = jnp.asarray(draw(scale=N**-0.5, size=(L, N, N)), jnp.float32)
+    if dtype == "bfloat16":
+        narrow = stacked.astype(dtype)
+    else:
+        narrow = quantize(stacked, GRIDS[dtype], first=-2, inputs=1)
+
+    def loss(x, weights):
+        step = lambda x, weight: (jnp.tanh(linear(x, weight)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, x, weights)[0] ** 2)
+
+    x, wide = jnp.ones((1, 2, N)), narrow.astype(jnp.float32)
+    backward = jax.grad(loss)
+    assert_values_close(backward(x, narrow), backward(x, wide))
+    # What a scan over layers keeps has the layers in front.
+    kept = f"f32[{L},{N},{N}]"
+    assert kept in str(jax.make_jaxpr(backward)(x, wide))
+    assert kept not in str(jax.make_jaxpr(backward)(x, narrow))
