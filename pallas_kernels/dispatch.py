@@ -19,18 +19,25 @@ each array's gradient in its place, or any tree with the same floating leaves in
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import mesh_cut
+from pallas_kernels import mesh_cut, target
 from pallas_kernels.mesh_cut import Cut
 
 Implementation = Literal["triton", "mosaic_tpu", "xla"]
+_PLATFORMS: dict[str, Callable[[], str | None]] = {
+    "triton": target.refusal_of_triton,
+    "mosaic_tpu": target.refusal_of_mosaic_tpu,
+    "xla": lambda: None,
+}
+"""Why each cannot run on the target."""
 
 
 class Specs(NamedTuple):
@@ -54,6 +61,7 @@ class Op:
     Attributes:
       name: as callers know it.
       backends: by name, in order of preference; the last, "xla", can do everything.
+        A module, or its name, to be imported where the platform can run it.
       find_cut: (call) -> how the mesh that is set cuts the call, or None.
       specs: (cut, call, backend's name) -> how the parts are sharded over it. Backends
         may lay their residuals out differently.
@@ -75,6 +83,19 @@ class Op:
     cuts_xla: bool = False
     prepare: Callable[[Any, Any, Cut | None], Any] | None = None
     on_device: Callable[[Cut, Any], Any] | None = None
+
+
+def backends_in(package: str, *, module: str = "") -> dict[str, Any]:
+    """Returns the backends of an op, none of which is imported yet.
+
+    Kernels of absent devices take a tenth of a short command's time to import.
+
+    Args:
+      module: of each backend's own package; "": the backend is a module.
+    """
+    names = (f"{package}.{name}" for name in get_args(Implementation))
+    ends = f".{module}" if module else ""
+    return {name.rpartition(".")[2]: name + ends for name in names}
 
 
 def run(op: Op, call: Any, *, implementation: str | None) -> Any:
@@ -172,10 +193,15 @@ class _Choice(NamedTuple):
 
     @property
     def backend(self) -> Any:
-        return self.op.backends[self.name]
+        backend = self.op.backends[self.name]
+        return import_module(backend) if isinstance(backend, str) else backend
 
     def refusal(self, call: Any) -> str | None:
         """Returns why the backend cannot run the call, each device its part."""
+        if isinstance(self.op.backends[self.name], str):
+            reason = _PLATFORMS[self.name]()
+            if reason is not None:
+                return reason
         if self.cut is None:
             return self.backend.supported(call)
         # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 _MIB = 2**20
@@ -268,6 +267,8 @@ def vmem_of(kind: str) -> int | None:
 
     None for names that jax does not know.
     """
+    from jax.experimental.pallas import tpu as pltpu  # a tenth of jax's own import
+
     # jax reports on the device that programs are lowered for; here it is one by name.
     # Under a mesh jax accepts only a mesh of the same size, so set an empty one first.
     device = AbstractDevice(kind, 1, "tpu")

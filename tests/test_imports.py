@@ -349,6 +349,20 @@ print(sorted({HEAVY!r} & set(sys.modules)))
     assert result.stdout.strip() == "[]"
 
 
+def test_a_command_imports_no_kernels_of_other_devices():
+    code = """
+import sys
+import recurjax.cli.generate
+names = [name.split(".") for name in sys.modules if name.startswith("pallas_kernels.")]
+print([n for n in names if len(n) > 2 and n[2] in ("triton", "mosaic_tpu")])
+print("jax.experimental.pallas" in sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.stdout.split() == ["[]", "False"], result.stderr
+
+
 def part_of_light(module: str) -> bool:
     if module in ("recurjax", "pallas_kernels") or module.endswith(IN_TRITON):
         return False

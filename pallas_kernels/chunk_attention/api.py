@@ -6,7 +6,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch, mesh_cut
-from pallas_kernels.chunk_attention import mosaic_tpu, triton, xla
 from pallas_kernels.chunk_attention.call import (
     Array,
     BlockSizes,
@@ -155,7 +154,7 @@ def specs(cut: Cut, call: ChunkAttentionCall, backend: str) -> Specs:
 
 OP = dispatch.Op(
     name="chunk_attention",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    backends=dispatch.backends_in("pallas_kernels.chunk_attention"),
     find_cut=find_cut,
     specs=specs,
     reads_outputs=True,

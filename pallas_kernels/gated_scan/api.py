@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels import dispatch, mesh_cut
 from pallas_kernels.dispatch import Implementation, Specs
-from pallas_kernels.gated_scan import mosaic_tpu, triton, xla
 from pallas_kernels.gated_scan.call import (
     BlockSizes,
     GatedScanCall,
@@ -240,7 +239,7 @@ def specs(cut: Cut, call: GatedScanCall, backend: str) -> Specs:
 
 OP = dispatch.Op(
     name="gated_scan",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    backends=dispatch.backends_in("pallas_kernels.gated_scan"),
     find_cut=find_cut,
     specs=specs,
 )

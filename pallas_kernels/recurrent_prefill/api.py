@@ -28,9 +28,6 @@ from pallas_kernels.recurrent_prefill.mesh_layout import (
     options_on_device,
     specs,
 )
-from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
-from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.xla import backend as xla
 from pallas_kernels.recurrent_prefill.xla.one_position import write_pending
 
 
@@ -224,7 +221,7 @@ def _prepare(call: RecurrentPrefillCall, backend: Any, cut: Cut | None) -> Any:
 
 OP = dispatch.Op(
     name="recurrent_prefill",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    backends=dispatch.backends_in("pallas_kernels.recurrent_prefill", module="backend"),
     find_cut=find_cut,
     specs=specs,
     prepare=_prepare,

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels import dispatch, mesh_cut
 from pallas_kernels.dispatch import Implementation, Specs
 from pallas_kernels.mesh_cut import Cut
-from pallas_kernels.selective_scan import mosaic_tpu, triton, xla
 from pallas_kernels.selective_scan.call import (
     BlockSizes,
     SelectiveScanCall,
@@ -123,7 +122,7 @@ def specs(cut: Cut, call: SelectiveScanCall, backend: str) -> Specs:
 
 OP = dispatch.Op(
     name="selective_scan",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    backends=dispatch.backends_in("pallas_kernels.selective_scan"),
     find_cut=find_cut,
     specs=specs,
 )
