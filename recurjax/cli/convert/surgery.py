@@ -71,6 +71,9 @@ from recurjax.surgery.relaxed_recursive import (
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Batch
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
 
 BATCH = 4
 """Texts that are measured at once; their attention weights are in memory together."""
@@ -86,7 +89,8 @@ class ToRecurFormer:
     heads.png. Continue training with --training.start-from.
 
     Attributes:
-      run: a run or an imported directory with a Transformer.
+      run: a run or an imported directory with a Transformer, or with a recursive model,
+        whose loops are written out first, so that each layer has heads of its own.
       out: the new run directory, written atomically.
       beta: share of the heads to replace, from 0 to 1.
       scope: what is chosen by recency: heads, of all layers; groups, all query heads of
@@ -176,6 +180,10 @@ def run_to_recurformer(argv: list[str]) -> int:
     refuse_existing(options.out)
     heads = None if options.heads is None else read_heads(options.heads)
     loaded = load_float32(options.run, options.step)
+    if isinstance(loaded.model.config.stack, RelaxedRecursiveTransformerConfig):
+        loaded = loaded._replace(model=to_transformer(loaded.model))
+        layers = loaded.model.config.stack.layers
+        say(f"{options.run}: the loops are written out as {layers} layers")
     # Only where heads are chosen by measuring is there something to show.
     recency = None
     texts = (

@@ -126,16 +126,15 @@ def test_a_recursive_model_is_written_out_first(base, tmp_path):
     assert code == 0, err
     heads.write_text("[[1], []]")
     to_recurformer = ("--heads", heads, *SMALL)
-    refused = recurjax(
-        "convert", "to-recurformer", looped, tmp_path / "no", *to_recurformer
-    )
-    assert_refused(refused, "write its layers out with recurjax convert to-transformer")
     assert recurjax("convert", "to-transformer", looped, plain)[0] == 0
-    for replaced, out in (("[[], []]", "same"), ("[[1], []]", "one")):
+    cases = ((plain, "[[], []]", "same"), (looped, "[[1], []]", "one"))
+    for start, replaced, out in cases:
         heads.write_text(replaced)
-        words = ("to-recurformer", plain, tmp_path / out, *to_recurformer)
+        words = ("to-recurformer", start, tmp_path / out, *to_recurformer)
         code, said, err = recurjax("convert", *words)
         assert code == 0, err
+        told = "the loops are written out as 2 layers"
+        assert (told in err) == (start == looped), err
     assert "1 of 8 heads replaced" in said
     ids = np.arange(9, dtype=np.int32)[None]
     want, same, one = (
