@@ -189,3 +189,15 @@ def test_what_is_read_with_more_loops_is_twice_as_long(script):
     assert (tested.hops, tested.pairs) == (2 * hop.hops, 2 * hop.pairs) == (4, 8)
     s3 = more_loops.TASKS["s3"]
     assert more_loops.doubled(s3).longest("validation") == 2 * s3.longest("train")
+
+
+@pytest.mark.sweep
+def test_a_text_is_read_with_every_number_of_loops(script, tmp_path, capsys):
+    words = ["--runs", str(tmp_path), "--tasks", "text", "--steps", "2"]
+    words += ["--seeds", "1", "--loops", "2", "8", "--width", "16"]
+    assert script("more_loops").main(words) == 0
+    table = capsys.readouterr().out
+    assert table == (tmp_path / "text.md").read_text()
+    assert table.startswith("| bits per byte by loops | 2 | 8 |")
+    plain, random = table.splitlines()[2:]
+    assert plain.startswith("| plain | ") and random.startswith("| random | ")
