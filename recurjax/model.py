@@ -34,8 +34,9 @@ from recurjax.types import Array, Cache, LoopPositions, Missing, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
+    MemoryStack,
 )
-from recurjax.variants.rat import RatConfig, RatStack
+from recurjax.variants.rat import MemoryRatStack, RatConfig, RatStack
 from recurjax.variants.recurformer import RecurFormerConfig, RecurFormerStack
 from recurjax.variants.recurrent_transformer import (
     RecurrentTransformerConfig,
@@ -239,7 +240,8 @@ def make_stack(config: StackConfig, *, rngs: nnx.Rngs) -> Stack:
         case RecurrentTransformerConfig():
             return RecurrentTransformerStack(config, rngs=rngs)
         case RatConfig():
-            return RatStack(config, rngs=rngs)
+            kind = RatStack if config.memory is None else MemoryRatStack
+            return kind(config, rngs=rngs)
         case LatentRecurrentTransformerConfig():
             return LatentRecurrentTransformerStack(config, rngs=rngs)
         case RelaxedRecursiveTransformerConfig():
@@ -255,7 +257,7 @@ def as_exits(stack: Stack) -> SupportsExits | None:
 
 def as_latent_memory(stack: Stack) -> SupportsLatentMemory | None:
     """Returns the stack as one with a latent memory; None: it has none."""
-    if not isinstance(stack, LatentRecurrentTransformerStack):
+    if not isinstance(stack, MemoryStack):
         return None
     return None if stack.config.memory is None else stack
 

@@ -328,7 +328,9 @@ def _task_of(name: str) -> str:
     return _MIXERS.sub("", name)
 
 
-_MIXERS = re.compile(r"(_(attention|swa|rt|lrt|rat16|rnn|mamba|recurformer_\d+))+$")
+_MIXERS = re.compile(
+    r"(_(attention|swa|rt|lrt|rat16|rnn|mamba|memory|recurformer_\d+))+$"
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -188,6 +188,17 @@ STACKS = {
         layers=4,
         width=WIDTH,
     ),
+    "rat_with_memory": presets.with_memory(
+        presets.stack(
+            presets.rat(**SIZE, chunk=5),
+            presets.rnn(**SIZE, length=32),
+            layers=4,
+            width=WIDTH,
+        ),
+        sources=(2, 4),
+        lags=(0, 2),
+        reset_token=3,
+    ),
     "rat_with_rt_layers": presets.stack(
         RecurrentLayerConfig(
             heads=4, key_heads=2, head_width=4, position=Rope(fraction=0.5), block=3

@@ -334,7 +334,8 @@ _SCANS = {"rat": "gated_scan", "mamba": "selective_scan"}
 
 _FOLDER = Path(__file__).parent / "modules"
 _KERNELS = Path(pallas_kernels.__file__).parent
-_LOCAL = ("layers", "variant", "kernels", "mamba", "recurrent_block", *_SCANS.values())
+_SHARED = ("mamba", "recurrent_block", "latent_memory", "pattern_memory")
+_LOCAL = ("layers", "variant", "kernels", *_SHARED, *_SCANS.values())
 HF_REFERENCE = _FOLDER / "hf_reference.py"
 """The script that runs a Hugging Face model in transformers."""
 
@@ -367,6 +368,8 @@ def _templates(stack: StackConfig) -> list[str]:
             parts = ["mamba"]
         case RecurrentTransformerConfig():
             parts = ["recurrent_block"]
+        case LatentRecurrentTransformerConfig():
+            parts = ["latent_memory"]
         case RatConfig():
             of_place = {
                 MambaMixerConfig: "mamba",
@@ -374,6 +377,8 @@ def _templates(stack: StackConfig) -> list[str]:
             }
             kinds = {type(place) for place in stack.pattern}
             parts = [name for kind, name in of_place.items() if kind in kinds]
+            if stack.memory is not None:
+                parts += ["latent_memory", "pattern_memory"]
         case _:
             parts = []
     return [*parts, TEMPLATES[type(stack)]]

@@ -4,6 +4,7 @@ from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
+from recurjax.variants.latent_recurrent_transformer.memory_stack import MemoryStack
 from recurjax.variants.latent_recurrent_transformer.stack import (
     LatentRecurrentTransformerStack,
 )
@@ -12,4 +13,5 @@ __all__ = [
     "LatentRecurrentTransformerConfig",
     "LatentRecurrentTransformerStack",
     "MemoryConfig",
+    "MemoryStack",
 ]

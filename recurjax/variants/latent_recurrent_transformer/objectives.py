@@ -1,7 +1,7 @@
 """Objectives of the Latent Recurrent Transformer: passes over parts of a sequence."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,7 @@ from recurjax.types import IGNORED, Array, Batch, Cache, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
+    MemoryStack,
 )
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     Positions,
@@ -22,6 +23,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
     take,
     tokens_since,
 )
+from recurjax.variants.rat import RatConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +57,16 @@ class Interleaved(RangeChecks):
         stack = model.stack
         if (reason := _refuses(stack)) is not None:
             return reason
-        assert isinstance(stack, LatentRecurrentTransformerConfig)
+        assert isinstance(stack, LatentRecurrentTransformerConfig | RatConfig)
         assert stack.memory is not None
-        if self.subsets > stack.length:
+        if isinstance(stack, RatConfig):
+            if self.subsets > 1:
+                return (
+                    "objective: a pattern of mixers runs all positions at once, and "
+                    f"cannot be cut into {self.subsets} subsets: set "
+                    "objective.subsets 1, a second pass over all"
+                )
+        elif self.subsets > stack.length:
             return (
                 f"objective: {stack.length} tokens (model.stack.length) cannot be cut "
                 f"into {self.subsets} subsets: set fewer objective.subsets"
@@ -168,7 +177,7 @@ class Chunked(RangeChecks):
         stack = model.stack
         if (reason := _refuses(stack)) is not None:
             return reason
-        assert isinstance(stack, LatentRecurrentTransformerConfig)
+        assert isinstance(stack, LatentRecurrentTransformerConfig | RatConfig)
         assert stack.memory is not None
         # A chunk is computed once: its own states are not there when it begins.
         if 0 in stack.memory.lags:
@@ -192,6 +201,17 @@ class Chunked(RangeChecks):
         self, model: Decoder, batch: Batch, cache: Cache
     ) -> tuple[Scalar, tuple[dict[str, Scalar], Cache]]:
         """Returns the same of rows that continue those of a cache, and the next one."""
+        x, cache = self._on_cache(model, batch, cache)
+        loss, metrics = self._loss(model, batch, x)
+        return loss, (metrics, cache)
+
+    def _on_cache(
+        self, model: Decoder, batch: Batch, cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Runs rows chunk by chunk after those of a cache; returns what the head reads.
+
+        Each chunk's tokens wait for the one before, as a cache hands its states on.
+        """
         stack, x, parts = _stack_of(model), model.embed(batch.ids), []
         for start in range(0, x.shape[1], self.chunk):
             part = x[:, start : start + self.chunk]
@@ -200,9 +220,7 @@ class Chunked(RangeChecks):
             memory = self._over_chunk(first, ids, stack)
             y, cache = stack.on_cache(part, memory, cache, Tokens(ids))
             parts.append(y)
-        x = model.final_norm(jnp.concatenate(parts, axis=1))
-        loss, metrics = self._loss(model, batch, x)
-        return loss, (metrics, cache)
+        return model.final_norm(jnp.concatenate(parts, axis=1)), cache
 
     def _loss(
         self, model: Decoder, batch: Batch, x: Float[Array, "B T D"]
@@ -212,10 +230,12 @@ class Chunked(RangeChecks):
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads, of all positions."""
-        stack = _stack_of(model)
-        tokens = Tokens(batch.ids, batch.segments)
-        x = model.embed(batch.ids)
+        stack, x = _stack_of(model), model.embed(batch.ids)
         T = x.shape[1]
+        if not isinstance(stack, LatentRecurrentTransformerStack):
+            # Mixers' states have no buffer of all positions.
+            return self._on_cache(model, batch, stack.init_cache(len(x), T, x.dtype))[0]
+        tokens = Tokens(batch.ids, batch.segments)
         buffer = stack.empty_buffer(x)
         parts = []
         for start in range(0, T, self.chunk):
@@ -230,7 +250,7 @@ class Chunked(RangeChecks):
         self,
         first: Float[Array, "B 1 D"],
         ids: Int[Array, "B n"],
-        stack: LatentRecurrentTransformerStack,
+        stack: MemoryStack,
     ) -> Float[Array, "B n D"]:
         """Returns a chunk's memory from the one that enters its first token.
 
@@ -280,6 +300,7 @@ def interleaved_passes(
     visited = jnp.zeros(x.shape[1], bool)
     for positions in partition:
         if refresh:
+            assert isinstance(stack, LatentRecurrentTransformerStack)
             buffer = stack.refreshed(buffer, batch.ids, visited=visited)
             visited = visited.at[positions].set(True)
         # Each subset sees the states of those refined before it, so that the last one
@@ -289,17 +310,17 @@ def interleaved_passes(
     return passes
 
 
-def _stack_of(model: Decoder) -> LatentRecurrentTransformerStack:
+def _stack_of(model: Decoder) -> MemoryStack:
     reason = _refuses(model.config.stack)
     if reason is not None:
         raise ValueError(reason)
-    assert isinstance(model.stack, LatentRecurrentTransformerStack)
+    assert isinstance(model.stack, MemoryStack)
     return model.stack
 
 
 def _refuses(stack: StackConfig) -> str | None:
     what = "objective: passes over parts of a sequence are for a latent memory"
-    if not isinstance(stack, LatentRecurrentTransformerConfig):
+    if not isinstance(stack, LatentRecurrentTransformerConfig | RatConfig):
         return f"{what}, not for {type(stack).__name__}; use NextToken"
     if stack.memory is None:
         return f"{what}: set model.stack.memory, or use NextToken"

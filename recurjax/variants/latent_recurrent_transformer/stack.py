@@ -1,7 +1,6 @@
 """The passes through the layers, and the schedules of the recurrence over them."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from recurjax.layers.attention import (
 )
 from recurjax.layers.linear import in_panels, is_composed
 from recurjax.layers.mesh import UncutStack
-from recurjax.layers.stack import CacheRows, layers_a_turn, make_blocks, scan_layers
+from recurjax.layers.stack import layers_a_turn, make_blocks, scan_layers
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
     FullSequence,
@@ -31,14 +30,14 @@ from recurjax.variants.latent_recurrent_transformer.block import (
 from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
 )
+from recurjax.variants.latent_recurrent_transformer.memory_stack import (
+    MemoryStack,
+    PassOutput,
+)
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     InjectedMemory,
     Positions,
-    entering,
-    forgotten,
     indices,
-    mixed_lags,
-    newest,
     put,
     rms,
     take,
@@ -65,16 +64,8 @@ class LatentCache(NamedTuple):
     states: Float[Array, "B N D"]
 
 
-class PassOutput(NamedTuple):
-    """The result of a pass: last layer's output, source state, keys and values."""
-
-    x: Float[Array, "B n D"]
-    state: Float[Array, "B n D"]
-    stores: tuple
-
-
 class LatentRecurrentTransformerStack(
-    CacheRows, UncutStack[LatentRecurrentTransformerConfig]
+    MemoryStack, UncutStack[LatentRecurrentTransformerConfig]
 ):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern.
 
@@ -92,18 +83,11 @@ class LatentRecurrentTransformerStack(
         self.blocks = nnx.List(
             make_blocks(block, layers=config.layers, pattern=config.pattern, rngs=rngs)
         )
-        memory, projection, lags, sources = config.memory, None, 0, 0
-        if memory is not None:
-            if memory.gated and memory.projection == "shared":
-                projection = MemoryProjection(config, rngs=rngs)
-            # Learned averages have one logit a lag or source; of one alone there is
-            # nothing to learn.
-            lags = len(memory.lags) if memory.combine == "average" else 0
-            sources = len(memory.sources)
-        # With one lag or source a softmax of one logit would always be 1.
-        logits = lambda n: nnx.Param(jnp.zeros(n)) if n > 1 else None  # noqa: E731
+        memory, projection = config.memory, None
+        if memory is not None and memory.gated and memory.projection == "shared":
+            projection = MemoryProjection(config, rngs=rngs)
         self.memory = projection
-        self.lag_logits, self.source_logits = logits(lags), logits(sources)
+        self.add_logits()
 
     def init_cache(self, batch: int, length: int, dtype) -> LatentCache:
         """Creates the cache for `length` tokens per row; 0 is the training cache.
@@ -138,7 +122,7 @@ class LatentRecurrentTransformerStack(
         training = all(group.slots == 0 for group in cache.groups)
         B, T, _ = x.shape
         if not training:
-            self._check_room(cache, T, tokens)
+            self.check_room(cache, T, tokens)
         if self.config.memory is None:
             if training:
                 return self._pass_over_all(x, tokens, keep_kv=False).x, cache
@@ -148,14 +132,7 @@ class LatentRecurrentTransformerStack(
                 "LatentRecurrentTransformerStack: the exact recurrence takes no "
                 "segments: use memory.reset_token"
             )
-        # The exact recurrence is a decode, also in training: each token needs the last
-        # layer's state of the one before. The parallel passes are for objectives and
-        # sweeps.
-        working = self.init_cache(B, T, x.dtype) if training else cache
-        if T == 1:
-            y, working = self._token(x, working, tokens)
-        else:
-            y, working = self._one_after_another(x, working, tokens)
+        y, working = self.exact(x, None if training else cache, tokens)
         return y, cache if training else working
 
     def initial(
@@ -168,12 +145,6 @@ class LatentRecurrentTransformerStack(
         """
         out = self._pass_over_all(x, tokens, keep_kv=True, origins=origins)
         return out.x, LatentBuffer(out.stores, out.state)
-
-    def without_memory(
-        self, x: Float[Array, "B T D"], tokens: Tokens
-    ) -> Float[Array, "B T D"]:
-        """Runs all positions at once with a memory of zero."""
-        return self.initial(x, tokens)[0]
 
     def refreshed(
         self,
@@ -283,120 +254,6 @@ class LatentRecurrentTransformerStack(
         groups = tuple(KeyValueBuffer(zeros, zeros) for _ in range(config.pattern))
         return LatentBuffer(groups, jnp.zeros_like(x))
 
-    def memory_of(
-        self, states: Float[Array, "B T D"], ids: Int[Array, "B T"]
-    ) -> Float[Array, "B T D"]:
-        """Returns what enters each position: a mix of the states before it."""
-        memory = self.config.memory
-        assert memory is not None
-        return entering(states, ids, memory, self._lag_logits())
-
-    def prefill(
-        self, x: Float[Array, "B T D"], cache: LatentCache, tokens: Tokens, *, by: str
-    ) -> tuple[Float[Array, "B T D"], LatentCache, dict[str, Float[Array, ""]]]:
-        """Reads prompts by "sweeps:N"; reports what the last sweep still changed."""
-        count = int(by.removeprefix("sweeps:"))
-        x, cache, residual = self.sweep(x, cache, tokens, sweeps=count)
-        return x, cache, {"largest change of a state in the last sweep": residual}
-
-    def refuses_prefill(self, by: str) -> str | None:
-        """Returns why prompts cannot be read in a way, or None when they can."""
-        kind, _, count = by.partition(":")
-        if kind != "sweeps" or not count.isdecimal() or int(count) < 1:
-            return f'prefill must be "exact" or like "sweeps:4", got {by!r}'
-        memory = self.config.memory
-        if memory is None or 0 in memory.lags:
-            return (
-                f"prefill {by} approximates a memory of earlier tokens, which this "
-                'model lacks: leave it at "exact"'
-            )
-        return None
-
-    def sweep(
-        self,
-        x: Float[Array, "B T D"],
-        cache: LatentCache,
-        tokens: Tokens,
-        *,
-        sweeps: int,
-    ) -> tuple[Float[Array, "B T D"], LatentCache, Float[Array, ""]]:
-        """Approximates the recurrence by parallel passes over all T tokens.
-
-        Pass 0 has only the cache's states as memory; each further pass takes the states
-        of the one before. Its fixed point is the exact recurrence.
-
-        Args:
-          cache: with room for the tokens; the passes do not see each other's writes.
-          sweeps: passes after the first; T of them are exact.
-
-        Returns:
-          As the call, and the largest change of a state in the last pass.
-        """
-        memory = self.config.memory
-        if memory is None or memory.depth == 0 or 0 in memory.lags:
-            raise NotImplementedError(
-                "sweep: stack.memory must read earlier tokens, not lag 0: use "
-                "lags of at least 1"
-            )
-        B, T, _ = x.shape
-        self._check_room(cache, T, tokens)
-        count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
-        states = jnp.zeros_like(x)
-        # Each pass makes one token more exact: its memory is right once the states
-        # before it are. So T passes are the recurrence, and far fewer come close.
-        residual = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
-        y, new = x, cache
-        # Padding does not count in what a sweep still changed.
-        real = (jnp.arange(T) < count[:, None])[..., None]
-        for _ in range(sweeps + 1):
-            enters = entering(
-                states, tokens.ids, memory, self._lag_logits(), before=cache.states
-            )
-            out = self._pass_on_cache(x, enters, cache, tokens)
-            # Padding has states too, which nobody reads.
-            change = jnp.where(real, out.state - states, 0)
-            residual = jnp.abs(change).max().astype(residual.dtype)
-            states, y = out.state, out.x
-            # Each pass starts from the caller's cache: the last one's writes stay, and
-            # none adds to another's.
-            new = self._after(cache, out, tokens, states)
-        return y, new, residual
-
-    def memory_of_token(
-        self, x: Float[Array, "B 1 D"], cache: LatentCache, tokens: Tokens
-    ) -> Float[Array, "B 1 D"]:
-        """Returns what enters one more token of every row, in the exact recurrence.
-
-        The state of lag 0 takes a forward of its own.
-        """
-        memory = self.config.memory
-        assert memory is not None
-        # A reset token forgets what came before it, also for itself.
-        old, _ = forgotten(cache.states, x, tokens, memory)
-        state = x
-        if 0 in memory.lags:
-            state = self._pass_on_cache(x, None, cache, tokens).state
-        parts = [
-            state if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
-            for lag in memory.lags
-        ]
-        return mixed_lags(parts, self._lag_logits())
-
-    def on_cache(
-        self,
-        x: Float[Array, "B T D"],
-        memory: Float[Array, "B T D"] | None,
-        cache: LatentCache,
-        tokens: Tokens,
-    ) -> tuple[Float[Array, "B T D"], LatentCache]:
-        """Runs T more tokens of every row at once, on a memory that the caller chose.
-
-        Args:
-          memory: what enters them; None: zero.
-        """
-        out = self._pass_on_cache(x, memory, cache, tokens)
-        return out.x, self._after(cache, out, tokens, out.state)
-
     def layer_states(
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> Iterator[Float[Array, "B T D"]]:
@@ -408,7 +265,7 @@ class LatentRecurrentTransformerStack(
         yield x
         # The memory needs the recurrence itself; the layers are then run on it in
         # parallel.
-        memory = None if self.config.memory is None else self._entering(x, tokens)
+        memory = None if self.config.memory is None else self.exact_memory(x, tokens)
         inputs = PassInputs(
             x0=rms(x),
             ids=tokens.ids,
@@ -429,69 +286,30 @@ class LatentRecurrentTransformerStack(
             stream = run(block, stream, jnp.int32(layer))
             yield stream.x
 
-    def _entering(self, x: Array, tokens: Tokens) -> Float[Array, "B T D"]:
-        """Returns what enters each token in the exact recurrence."""
+    def for_many_steps(self, *, rows: int) -> "LatentRecurrentTransformerStack":
+        """Lays the blocks' matrices out for a loop over tokens."""
+        return _in_panels(self, rows=rows)
 
-        def advance(cache, column):
-            x, ids = column
-            token = Tokens(ids[:, None])
-            memory = self.memory_of_token(x[:, None], cache, token)
-            _, cache = self.on_cache(x[:, None], memory, cache, token)
-            return cache, memory[:, 0]
-
-        cache = self.init_cache(x.shape[0], x.shape[1], x.dtype)
-        columns = (jnp.swapaxes(x, 0, 1), tokens.ids.T)
-        _, memory = jax.jit(partial(jax.lax.scan, advance))(cache, columns)
-        return jnp.swapaxes(memory, 0, 1)
-
-    def _check_room(self, cache: LatentCache, length: int, tokens: Tokens) -> None:
+    def check_room(self, cache: LatentCache, length: int, tokens: Tokens) -> None:
+        """See `MemoryStack.check_room`."""
         if tokens.lengths is not None:  # how many of them are real is not known here
             return
         for group, window in zip(cache.groups, self.config.layer_windows, strict=False):
             check_room(type(self).__name__, length, slots=group.slots, window=window)
 
-    def _token(
-        self, x: Array, cache: LatentCache, tokens: Tokens
-    ) -> tuple[Array, LatentCache]:
-        return self.on_cache(x, self.memory_of_token(x, cache, tokens), cache, tokens)
-
-    def _one_after_another(
-        self, x: Array, cache: LatentCache, tokens: Tokens
-    ) -> tuple[Array, LatentCache]:
-        lengths = tokens.lengths
-        stack = self if x.shape[1] < _MANY_STEPS else _in_panels(self, rows=len(x))
-
-        def advance(cache, inputs):
-            x, ids, t = inputs
-            # A row that has ended takes steps of no token, which leave its cache as it
-            # is.
-            valid = None if lengths is None else (t < lengths).astype(jnp.int32)
-            token = Tokens(ids[:, None], None, valid)
-            y, cache = stack._token(x[:, None], cache, token)
-            return cache, y[:, 0]
-
-        steps = jnp.arange(x.shape[1])
-        columns = (jnp.swapaxes(x, 0, 1), tokens.ids.T, steps)
-        cache, y = jax.lax.scan(advance, cache, columns)
-        return jnp.swapaxes(y, 0, 1), cache
-
-    def _after(
+    def after(
         self, cache: LatentCache, out: PassOutput, tokens: Tokens, states: Array
     ) -> LatentCache:
-        """Moves the rows on, and keeps each row's last states, newest first."""
+        """Returns a cache after a pass: see `MemoryStack.after`."""
         B, T, _ = out.x.shape
         count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
         groups = tuple(
             new._replace(position=old.position, layer=old.layer)
             for new, old in zip(out.stores, cache.groups, strict=True)
         )
-        memory, cached = self.config.memory, cache.states
-        if memory is not None and memory.depth:
-            cached = newest(cache.states, states, tokens, memory)
-        return LatentCache(cache.position + count, groups, cached)
-
-    def _lag_logits(self) -> Array | None:
-        return None if self.lag_logits is None else self.lag_logits[...]
+        return LatentCache(
+            cache.position + count, groups, self.kept(cache, states, tokens)
+        )
 
     def _pass_over_all(
         self,
@@ -511,7 +329,7 @@ class LatentRecurrentTransformerStack(
         )
         return self._run(inputs, FullSequence(keep_kv, origins))
 
-    def _pass_on_cache(
+    def pass_on_cache(
         self,
         x: Float[Array, "B T D"],
         memory: Float[Array, "B T D"] | None,
@@ -557,7 +375,7 @@ class LatentRecurrentTransformerStack(
                 buffers = stores
             else:
                 caches = stores
-        weights = self._source_weights(inputs.x0.dtype)
+        weights = self.source_weights(inputs.x0.dtype)
         stream = self._stream(inputs.x0)
 
         def repeat(carry, turn):
@@ -613,21 +431,7 @@ class LatentRecurrentTransformerStack(
             history = jnp.zeros((config.layers, B, n, D), x0.dtype)
         return ResidualStream(x0, values, history)
 
-    def _source_weights(self, dtype) -> Array | None:
-        """Returns each layer's share of the state; None: it is the last layer's."""
-        memory, L = self.config.memory, self.config.layers
-        if memory is None or memory.sources == (L,):
-            return None
-        # Sources number layers from 1.
-        layers = jnp.asarray(memory.sources) - 1
-        shares = jnp.ones(1, dtype)
-        if self.source_logits is not None:
-            shares = jax.nn.softmax(self.source_logits[...]).astype(dtype)
-        return jnp.zeros(L, dtype).at[layers].set(shares)
 
-
-_MANY_STEPS = 16
-"""Steps after which a layout of the matrices for them has paid off."""
 _INPUTS = {"w_out": 2} | dict.fromkeys(("w_q", "w_k", "w_v", "w_up", "w_down"), 1)
 """The axes of each matrix' inputs."""
 

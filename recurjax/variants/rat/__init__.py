@@ -11,11 +11,13 @@ from recurjax.variants.rat.config import (
     ReversedRatMixerConfig,
     RnnMixerConfig,
 )
+from recurjax.variants.rat.latent_memory import MemoryRatStack
 from recurjax.variants.rat.stack import RatStack
 
 __all__ = [
     "AttentionMixerConfig",
     "MambaMixerConfig",
+    "MemoryRatStack",
     "MixerConfig",
     "PlaceConfig",
     "RatConfig",

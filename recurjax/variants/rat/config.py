@@ -13,6 +13,7 @@ from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
 from recurjax.layers.stack import Remat, StackFacts
 from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
+from recurjax.variants.latent_recurrent_transformer.config import MemoryConfig
 from recurjax.variants.recurrent_transformer.config import LayerSwitches
 
 
@@ -234,6 +235,9 @@ class RatConfig(StackFacts):
         places divides L.
       mlp: the feed-forward part of every layer.
       norm: the norm before both branches.
+      memory: states of earlier tokens that enter each layer's input, scaled by a
+        learned number: the Latent Recurrent Transformer's memory, `residual` alone;
+        None: none.
       init: distribution of the initial weights.
       remat: what the backward pass recomputes: "nothing"; "dots", everything but matrix
         products with weights; "block", everything inside a block.
@@ -246,6 +250,7 @@ class RatConfig(StackFacts):
     pattern: tuple[PlaceConfig, ...]
     mlp: MlpConfig
     norm: NormConfig = field(default_factory=NormConfig)
+    memory: MemoryConfig | None = None
     init: InitConfig = field(default_factory=InitConfig)
     remat: Remat = "nothing"
     unroll: PositiveInt = 1
@@ -257,6 +262,25 @@ class RatConfig(StackFacts):
                 "RatConfig: the number of mixers in pattern must divide "
                 f"layers={self.layers}, got {len(self.pattern)}"
             )
+        memory = self.memory
+        if memory is None:
+            return
+        # Not every mixer has keys and values that a memory could enter.
+        if memory.gated:
+            raise ValueError(
+                "RatConfig: memory must enter the residual stream alone: set its keys "
+                "and values to false"
+            )
+        if max(memory.sources) > self.layers:
+            raise ValueError(
+                f"RatConfig: memory.sources must be layers in 1..{self.layers}, got "
+                f"{memory.sources}"
+            )
+
+    @property
+    def takes_segments(self) -> bool:
+        """Whether its stack takes segments: the exact recurrence takes none."""
+        return self.memory is None
 
     @property
     def residual_scale(self) -> Literal["one", "inverse_sqrt_depth"]:

@@ -6,12 +6,14 @@ them has a tied, unscaled embedding: `ModelConfig(tied_head=True)`.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import Rope
+from recurjax.variants.latent_recurrent_transformer.config import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.presets import source_layer
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
     MambaMixerConfig,
@@ -105,6 +107,18 @@ def hybrid(
             return mamba(width=width), rat(**size, chunk=chunk)
         case "window_rt":
             return attention(**size, window=window), recurrent(**size)
+
+
+def with_memory(stack: RatConfig, **others: Any) -> RatConfig:
+    """Returns a stack with the latent memory of the Latent Recurrent Transformer.
+
+    It enters the residual stream alone, from LRT's source layer.
+
+    Args:
+      others: further fields of `MemoryConfig`, or other values of those above.
+    """
+    fields = {"sources": (source_layer(stack.layers),), "keys": False, "values": False}
+    return dataclasses.replace(stack, memory=MemoryConfig(**fields | others))
 
 
 def reversed_rat(

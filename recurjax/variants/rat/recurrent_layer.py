@@ -69,6 +69,7 @@ class RecurrentBlock(RecurrentTransformerBlock):
         self.place = place
         self.config = as_stack(place, config)
         super().__init__(self.config, layer=layer, rngs=rngs)
+        self.memory_scale = memory_scale(config)
 
     def init_cache(
         self, layers: int, batch: int, length: int, dtype
@@ -159,3 +160,8 @@ def as_stack(
         init=config.init,
         **switches,
     )
+
+
+def memory_scale(config: RatConfig) -> nnx.Param | None:
+    """Returns a layer's factor of the memory as it starts; None without a memory."""
+    return None if config.memory is None else nnx.Param(jnp.float32(0.1))

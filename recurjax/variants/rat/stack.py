@@ -29,7 +29,7 @@ from recurjax.variants.rat.config import (
     mixing_flops,
 )
 from recurjax.variants.rat.mixers import make_mixer
-from recurjax.variants.rat.recurrent_layer import RecurrentBlock
+from recurjax.variants.rat.recurrent_layer import RecurrentBlock, memory_scale
 from recurjax.variants.rat.sequence_parallel import obstacle
 
 
@@ -51,6 +51,7 @@ class RatBlock(nnx.Module):
         self.mixer = make_mixer(mixer, D, init, rngs=rngs, **depth)
         self.mlp_norm = Norm(config.norm, D)
         self.mlp = Mlp(config.mlp, D, init, rngs=rngs, **depth)
+        self.memory_scale = memory_scale(config)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens

@@ -64,6 +64,11 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
                 f"divide the block's {self.block_layers} layers, so that every "
                 "loop has the same ones"
             )
+        if isinstance(self.transformer, RatConfig) and self.transformer.memory:
+            raise ValueError(
+                f"{name}: a looped block cannot pass states on to later tokens: "
+                "leave out the memory of the RatConfig"
+            )
         if of_rat and self.loop_cache == "first":
             raise ValueError(
                 f"{name}: loop_cache 'first' needs a TransformerConfig, whose deeper "

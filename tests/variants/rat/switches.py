@@ -1,5 +1,7 @@
 """Small models that between them turn every switch of RAT and its relatives."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import Rope
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.rat import (
     MambaMixerConfig,
     MixerConfig,
@@ -36,6 +39,14 @@ def small(*pattern: MixerConfig, layers: int | None = None) -> ModelConfig:
         init=InitConfig(output="same"),
     )
     return ModelConfig(vocabulary=VOCABULARY, stack=stack, tied_head=True)
+
+
+def with_memory(*pattern: MixerConfig, **memory) -> ModelConfig:
+    """The same with states of earlier tokens entering every layer."""
+    config = small(*pattern)
+    memory = MemoryConfig(**{"keys": False, "values": False} | memory)
+    stack = dataclasses.replace(config.stack, memory=memory)
+    return dataclasses.replace(config, stack=stack)
 
 
 def rat(**options) -> RatMixerConfig:
@@ -93,6 +104,10 @@ SWITCHES = {
         ),
     ),
     "rat_beside_rt": small(rat(), RT),
+    "rat_with_memory": with_memory(rat(), sources=(1,)),
+    "averaged_memories_of_mamba_and_rt": with_memory(
+        MAMBA, RT, sources=(1, 4), lags=(1, 2)
+    ),
 }
 
 

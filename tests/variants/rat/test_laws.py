@@ -32,12 +32,15 @@ class TestLaws(StackLaws):
             "attention_beside_mamba",
             "rat_beside_mamba",
             "rat_beside_rt",
+            "averaged_memories_of_mamba_and_rt",
         }
     )
     first = "rat"
 
     def documents(self, config):
         """Chunks, and blocks of RT's layer, are counted from the row's start."""
+        if config.stack.memory is not None:
+            return None
         places = config.stack.pattern
         sizes = (getattr(p, "chunk", getattr(p, "block", 1)) for p in places)
         return math.lcm(*sizes)

@@ -27,6 +27,7 @@ from layers import (
     wide,
 )
 from mamba import Mamba
+from pattern_memory import PatternWithMemory
 from recurrent_block import RecurrentBlock
 from torch import Tensor, nn
 
@@ -243,17 +244,18 @@ class RatBlock(nn.Module):
         return y + self.mlp(self.mlp_norm(y))
 
 
-def build_layers(stack: Config) -> Layers:
+def build_layers(stack: Config) -> nn.Module:
     """Builds all layers, the first one first."""
     pattern = stack["pattern"]
     places = (pattern[layer % len(pattern)] for layer in range(stack["layers"]))
-    return Layers(
+    layers = Layers(
         # The Recurrent Transformer's layer has the stack's norms and MLP inside.
         RecurrentBlock(stack | place)
         if is_kind(place, "RecurrentLayerConfig")
         else RatBlock(stack, place)
         for place in places
     )
+    return layers if stack["memory"] is None else PatternWithMemory(stack, layers)
 
 
 def position_of(stack: Config) -> Config | None:
