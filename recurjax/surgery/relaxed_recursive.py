@@ -215,6 +215,11 @@ def loopable(model: Decoder) -> TransformerConfig | RatConfig:
     return stack
 
 
+def is_recursive(model: Decoder) -> bool:
+    """Whether the model runs a block several times."""
+    return isinstance(model.config.stack, RelaxedRecursiveTransformerConfig)
+
+
 def recursive_config(model: Decoder) -> RelaxedRecursiveTransformerConfig:
     """Returns a recursive model's stack.
 

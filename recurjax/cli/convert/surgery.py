@@ -61,6 +61,7 @@ from recurjax.surgery.recurformer import (
 from recurjax.surgery.relaxed_recursive import (
     BlockInit,
     TiedNorms,
+    is_recursive,
     kept_energy,
     matrices,
     plot_energy,
@@ -71,9 +72,6 @@ from recurjax.surgery.relaxed_recursive import (
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Batch
-from recurjax.variants.relaxed_recursive_transformer import (
-    RelaxedRecursiveTransformerConfig,
-)
 
 BATCH = 4
 """Texts that are measured at once; their attention weights are in memory together."""
@@ -180,7 +178,7 @@ def run_to_recurformer(argv: list[str]) -> int:
     refuse_existing(options.out)
     heads = None if options.heads is None else read_heads(options.heads)
     loaded = load_float32(options.run, options.step)
-    if isinstance(loaded.model.config.stack, RelaxedRecursiveTransformerConfig):
+    if is_recursive(loaded.model):
         loaded = loaded._replace(model=to_transformer(loaded.model))
         layers = loaded.model.config.stack.layers
         say(f"{options.run}: the loops are written out as {layers} layers")
