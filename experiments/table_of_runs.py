@@ -102,9 +102,9 @@ def costs(experiment: Experiment, key: str) -> str:
     parameters = count_parameters(experiment.model).total
     tokens = training.steps * training.tokens_per_step
     flops = training_flops(experiment)
-    hours = planned_hours(experiment, read_record(), key)
-    cells = (needs, _short(parameters), _short(tokens), f"{flops:.1e}")
-    return " " + " | ".join((*cells, "-" if hours is None else f"{hours:.3g}")) + " |"
+    hours = hours_cell(experiment, read_record().get(key))
+    cells = (needs, _short(parameters), _short(tokens), f"{flops:.1e}", hours)
+    return " " + " | ".join(cells) + " |"
 
 
 def filled(text: str, paper: str, rows: str) -> str:
@@ -135,14 +135,12 @@ def training_flops(experiment: Experiment) -> float:
     return training.steps * training.tokens_per_step * experiment.flops_per_token
 
 
-def planned_hours(
-    experiment: Experiment, record: dict[str, dict[str, Any]], key: str
-) -> float | None:
-    """Returns what was recorded of a run; None: nothing, or of a run that cost else."""
-    entry = record.get(key)
+def hours_cell(experiment: Experiment, entry: dict[str, Any] | None) -> str:
+    """Returns the hours that were recorded of a run; "-": of a run that cost else."""
     if entry is None or entry["flops"] != training_flops(experiment):
-        return None
-    return entry["hours"]
+        return "-"
+    hours = entry["hours"]
+    return "does not fit" if hours is None else f"{hours:.3g}"
 
 
 def read_record() -> dict[str, dict[str, Any]]:

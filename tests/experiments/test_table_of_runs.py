@@ -53,6 +53,18 @@ def test_every_run_is_there_with_what_it_costs(paper):
     assert result == TEXT
 
 
+def test_hours_are_those_of_the_run_as_it_is():
+    run = load_experiment(f"{table_of_runs.FOLDER}/rat/runs.py:fineweb_4k_rat16")
+    flops = table_of_runs.training_flops(run)
+    for entry, cell in (
+        (None, "-"),
+        ({"flops": flops, "hours": 12.345}, "12.3"),
+        ({"flops": flops, "hours": None}, "does not fit"),
+        ({"flops": 2 * flops, "hours": 12.345}, "-"),
+    ):
+        assert table_of_runs.hours_cell(run, entry) == cell
+
+
 def test_a_readme_without_a_tables_place_is_told():
     with pytest.raises(ValueError, match=re.escape("<!-- rat/runs.py -->")):
         table_of_runs.filled("nothing", "rat", "")
