@@ -198,15 +198,15 @@ class _Choice(NamedTuple):
 
     def refusal(self, call: Any) -> str | None:
         """Returns why the backend cannot run the call, each device its part."""
+        # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.
+        if self.cut is not None and self.name != "xla" and self.cut.refusal is not None:
+            return self.cut.refusal
         if isinstance(self.op.backends[self.name], str):
             reason = _PLATFORMS[self.name]()
             if reason is not None:
                 return reason
         if self.cut is None:
             return self.backend.supported(call)
-        # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.
-        if self.name != "xla" and self.cut.refusal is not None:
-            return self.cut.refusal
         # The backend sees the shapes that each device has; nothing is computed.
         reasons = []
 

@@ -19,7 +19,7 @@ FREE = {
     "recurjax.surgery.recency",
     # Of as many learned numbers as there are lags or sources.
     "recurjax.variants.latent_recurrent_transformer.recurrence",
-    "recurjax.variants.latent_recurrent_transformer.stack",
+    "recurjax.variants.latent_recurrent_transformer.memory_stack",
 }
 """Modules that may call jax's own."""
 KERNELS = ("reference", "mosaic", "triton")
