@@ -114,6 +114,11 @@ class MemoryStack(CacheRows):
             as each token needs the state of the one before; the parallel passes are for
             objectives and sweeps.
         """
+        if tokens.segments is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: the exact recurrence takes no segments: use "
+                "memory.reset_token"
+            )
         if cache is None:
             cache = self.init_cache(x.shape[0], x.shape[1], x.dtype)
         if x.shape[1] == 1:

@@ -127,11 +127,6 @@ class LatentRecurrentTransformerStack(
             if training:
                 return self._pass_over_all(x, tokens, keep_kv=False).x, cache
             return self.on_cache(x, None, cache, tokens)
-        if tokens.segments is not None:
-            raise NotImplementedError(
-                "LatentRecurrentTransformerStack: the exact recurrence takes no "
-                "segments: use memory.reset_token"
-            )
         y, working = self.exact(x, None if training else cache, tokens)
         return y, cache if training else working
 

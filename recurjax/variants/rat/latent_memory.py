@@ -76,11 +76,6 @@ class MemoryRatStack(MemoryStack, RatStack):
     def __call__(
         self, x: Float[Array, "B T D"], cache: MemoryPatternCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], MemoryPatternCache]:
-        if tokens.segments is not None:
-            raise NotImplementedError(
-                "MemoryRatStack: the exact recurrence takes no segments: use "
-                "memory.reset_token"
-            )
         training = cache.pattern.training
         y, working = self.exact(x, None if training else cache, tokens)
         return y, cache if training else working
@@ -103,16 +98,12 @@ class MemoryRatStack(MemoryStack, RatStack):
         tokens: Tokens,
         positions: Positions,
         buffer: Float[Array, "B T D"],
-        *,
-        memory: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Recomputes all positions, on the states that the pass before has left.
 
         Args:
           positions: all of them: a mixer's state comes from the tokens before it.
           buffer: these states.
-          memory: what enters the tokens; None: the states before them, as the config
-            says.
 
         Raises:
           ValueError: the positions are not all.
@@ -122,9 +113,7 @@ class MemoryRatStack(MemoryStack, RatStack):
                 "refine: a stack of mixers runs all positions at once, not "
                 f"{positions}: use one subset"
             )
-        if memory is None:
-            memory = self.memory_of(buffer, tokens.ids)
-        out = self._over_all(x, memory, tokens)
+        out = self._over_all(x, self.memory_of(buffer, tokens.ids), tokens)
         return out.x, out.state
 
     def layer_states(
