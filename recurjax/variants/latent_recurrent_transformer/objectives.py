@@ -234,6 +234,11 @@ class Chunked(RangeChecks):
         T = x.shape[1]
         if not isinstance(stack, LatentRecurrentTransformerStack):
             # Mixers' states have no buffer of all positions.
+            if batch.segments is not None:
+                raise NotImplementedError(
+                    "Chunked: a pattern of mixers reads chunks from its cache, which "
+                    "takes no segments: use memory.reset_token"
+                )
             return self._on_cache(model, batch, stack.init_cache(len(x), T, x.dtype))[0]
         tokens = Tokens(batch.ids, batch.segments)
         buffer = stack.empty_buffer(x)

@@ -99,6 +99,11 @@ def test_chunks_of_one_token_are_exact(model, ids):
     jax.tree.map(assert_gradients_close, gradients, expected)
 
 
+def test_chunks_refuse_documents(model, ids):
+    with pytest.raises(NotImplementedError, match="takes no segments"):
+        Chunked(chunk=4).states(model, Batch(ids, ids, jnp.zeros_like(ids)))
+
+
 def test_the_second_pass_has_the_states_of_the_first(model, ids):
     @quick
     def both(model, ids):
