@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -41,8 +42,10 @@ from recurjax.machine import compiled_programs, host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
 from recurjax.sharding import make_mesh, place, placed
+from recurjax.training.config import TrainingConfig
 from recurjax.training.program import build_step
 from recurjax.training.sweep import seeded
+from recurjax.types import Batch
 
 TABLE = Path(__file__).with_name("runs.py")
 PASSED = 0.9
@@ -129,12 +132,12 @@ def lines_of(cell: Cell, run: Experiment, *, every: int) -> Iterator[Line]:
         placed(data.loader("validation", length=length, batch=batch), mesh, batch=batch)
     )
     labels = list(data.labels("validation", batch=batch))
-    batches = iter(data.loader("train", length=training.length, batch=training.batch))
+    batches = _rows(run.data, training)
     state = step.initialise(jax.random.key(training.seed))
     seconds, done, end = 0.0, 0, None
     while end is None:
         began, loss = time.monotonic(), float("nan")
-        for rows in islice(batches, every):
+        for rows in batches.read(done, every):
             state, metrics = step(state, place(rows, mesh, batch=training.batch))
             done += 1
             if done == 1:
@@ -170,7 +173,28 @@ def lines_of(cell: Cell, run: Experiment, *, every: int) -> Iterator[Line]:
             seconds=round(seconds, 1),
             end=end,
         )
-    batches.close()
+
+
+class _Rows:
+    """The training batches of a task and a seed; what was drawn is kept."""
+
+    def __init__(self, data: TaskData, training: TrainingConfig):
+        self._drawn: list[Batch] = []
+        self._more = iter(
+            TaskDataset(config=data).loader(
+                "train", length=training.length, batch=training.batch
+            )
+        )
+
+    def read(self, start: int, count: int) -> list[Batch]:
+        """Returns batches `start` to `start + count`."""
+        missing = start + count - len(self._drawn)
+        self._drawn.extend(islice(self._more, max(0, missing)))
+        return self._drawn[start : start + count]
+
+
+# All mixers read the same rows, and drawing them takes a quarter of a short run.
+_rows = lru_cache(maxsize=1)(_Rows)
 
 
 def read_lines(file: Path) -> dict[Cell, list[Line]]:
