@@ -10,15 +10,15 @@ heads by Mamba; `mamba_swa` and the like name the mixers of both layers;
 with its memory make two passes over them.
 
 Settings that can learn recall: embeddings as large as what a branch writes
-(`UNIT_VARIANCE`), an untied head, 64 rows per step, 50 steps of warm-up and a constant
-rate, so that a longer run begins like a shorter one.
+(`UNIT_VARIANCE`), an untied head, 64 rows per step (16 of MAD), 50 steps of warm-up
+and a constant rate, so that a longer run begins like a shorter one.
 
     python experiments/tasks/recall.py
 
 trains them with three seeds and writes table and curves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -103,10 +103,11 @@ RATES: dict[Mixer, float] = {"rt": 2e-3, "swa_rt": 2e-3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallTask:
-    """A task and how many tokens a run on it may read."""
+    """A task, how many tokens a run on it may read, and the rows of a step."""
 
     task: TaskConfig
     tokens: int
+    rows: int = BATCH
 
 
 TASKS: dict[str, SmallTask] = {
@@ -147,7 +148,10 @@ TASKS: dict[str, SmallTask] = {
         tokens=8_000_000,
     ),
     **{
-        f"mad_{name}": SmallTask(task=task, tokens=4_000_000)
+        # Rows are four to eight times as long as those of mqar.
+        f"mad_{name}": SmallTask(
+            task=replace(task, validation_rows=TESTED), tokens=4_000_000, rows=16
+        )
         for name, task in BASELINES.items()
     },
 }
@@ -246,8 +250,8 @@ def _small(name: str, *, mixer: Mixer, task: SmallTask) -> Experiment:
         optimizer=Adam(learning_rate=RATES.get(mixer, 3e-3), b2=0.98),
         schedule=Constant(warmup_steps=WARMUP),
         training=TrainingConfig(
-            steps=-(-task.tokens // (BATCH * length)),
-            batch=BATCH,
+            steps=-(-task.tokens // (task.rows * length)),
+            batch=task.rows,
             length=length,
             log_every=50,
             keep_checkpoints=1,
