@@ -1,9 +1,10 @@
 """Writes the tables of experiments/README.md from the tables of runs.
 
-A row per run: what it reproduces, the figure expected, and what it costs: parameters
-and tokens, the FLOPs of training that the model itself counts, and the hours of one
-H100 at the bound of a plan, from planned_hours.json. Runs nothing; the count of
-parameters takes about half a minute.
+A row per run of a paper: what it reproduces, the figure expected, and what it costs:
+parameters and tokens, the FLOPs of training that the model itself counts, and the hours
+of one H100 at the bound of a plan, from planned_hours.json. Of the small tasks, whose
+runs differ in the mixer, a row per task. Runs nothing; the count of parameters takes
+about half a minute.
 
     python experiments/table_of_runs.py
     python experiments/table_of_runs.py --plan rat recurrent_transformer
@@ -44,8 +45,9 @@ README = FOLDER / "README.md"
 RECORD = FOLDER / "planned_hours.json"
 TABLES = (
     *("recurrent_transformer", "rat", "latent_recurrent_transformer"),
-    *("relaxed_recursive_transformer", "recurformer", "tasks"),
+    *("relaxed_recursive_transformer", "recurformer"),
 )
+TASKS = "tasks"
 TOPOLOGY = "h100:8"
 DATA, FSDP = MeshConfig(data=8), MeshConfig(fsdp=8)
 WAYS = ((DATA, 1), (FSDP, 1), (FSDP, 2), (FSDP, 4), (FSDP, 8))
@@ -82,6 +84,30 @@ def table(paper: str) -> str:
     for name, run in load_runs(file).items():
         experiment = load_experiment(f"{file}:{name}")
         lines.append(named(name, run) + costs(experiment, f"{paper}/{name}"))
+    return "\n".join(lines) + "\n"
+
+
+def table_of_tasks() -> str:
+    """Returns the Markdown table of the small tasks, by their runs with attention."""
+    file, suffix = FOLDER / TASKS / "runs.py", "_attention"
+    lines = [
+        "| task | tokens of a row | rows of a step | parameters | tokens | FLOPs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in load_runs(file):
+        if not name.endswith(suffix) or name.endswith(f"_mamba{suffix}"):
+            continue
+        run = load_experiment(f"{file}:{name}")
+        training = run.training
+        cells = (
+            f"`{name.removesuffix(suffix)}`",
+            training.length,
+            training.batch,
+            _short(count_parameters(run.model).total),
+            _short(training.steps * training.tokens_per_step),
+            f"{training_flops(run):.1e}",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -223,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     text = README.read_text()
     for paper in TABLES:
         text = filled(text, paper, table(paper))
+    text = filled(text, TASKS, table_of_tasks())
     write_atomic(README, text)
     return 0
 

@@ -20,7 +20,8 @@ def rows_of(paper: str) -> dict[str, str]:
 
 def test_every_table_of_runs_is_in_the_readme():
     files = table_of_runs.FOLDER.glob("*/runs.py")
-    assert {file.parent.name for file in files} == set(table_of_runs.TABLES)
+    tables = {*table_of_runs.TABLES, table_of_runs.TASKS}
+    assert {file.parent.name for file in files} == tables
 
 
 @pytest.mark.parametrize("paper", table_of_runs.TABLES)
@@ -37,11 +38,19 @@ def test_every_run_is_there_with_what_it_reproduces(paper):
         assert rows[name] == table_of_runs.named(name, runs[name]) + costs
 
 
+def test_every_small_task_is_there_with_what_it_costs():
+    tasks = table_of_runs.table_of_tasks()
+    assert table_of_runs.filled(TEXT, table_of_runs.TASKS, tasks) == TEXT
+    names = load_runs(table_of_runs.FOLDER / "tasks/runs.py")
+    for name in names:
+        assert any(f"| `{name.rsplit('_', n)[0]}` |" in tasks for n in (1, 2, 3)), name
+
+
 @pytest.mark.parametrize("paper", table_of_runs.TABLES)
 def test_a_run_that_reproduces_a_papers_table_skips_no_step(paper):
     runs = load_runs(table_of_runs.FOLDER / paper / "runs.py").items()
     rows = [name for name, run in runs if not run.reproduces.startswith("no table")]
-    assert bool(rows) == (paper != "tasks")
+    assert rows
     made = {name: run.make(name) for name, run in runs if name in rows}
     assert not [name for name in rows if made[name].training.spikes.enabled]
 
