@@ -34,6 +34,7 @@ ORDER = (
     ("convert", "evaluation.harness"),
     ("bench", "notebook", "plan", "serving"),
     ("cli",),
+    ("__main__",),
 )
 # Where the order alone would allow more than the design does.
 ONLY = {

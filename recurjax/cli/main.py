@@ -245,7 +245,3 @@ def _usage() -> str:
         f"{_OWN_FLAGS} leaves XLA_FLAGS unchanged.",
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

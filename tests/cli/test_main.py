@@ -110,7 +110,7 @@ def run_unread(*words):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "recurjax.cli.main", *words],
+        [sys.executable, "-m", "recurjax", *words],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,

@@ -191,7 +191,7 @@ def test_a_full_disk_while_saving_leaves_the_last_good_checkpoint(
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot mount a small file system of its own: {error}")
     options = f"--runs '{tmp_path}' --training.keep-checkpoints 100"
-    command = f"'{sys.executable}' -m recurjax.cli.main train '{TINY}' {options}"
+    command = f"'{sys.executable}' -m recurjax train '{TINY}' {options}"
     often = "--training.checkpoint-every 1"
     script = f"""{mount}; {command} {often}; echo "exit code $?"
       ls '{checkpoints}'; echo end of list

@@ -219,7 +219,7 @@ def test_the_environment_names_hub_cache_and_token(hub, checkpoint, tmp_path):
         "RECURJAX_CACHE": str(tmp_path / "cache"),
     }
     words = ("generate", "hf:o/n", "--prompt", "w3", "--max-new-tokens", "2")
-    command = [sys.executable, "-m", "recurjax.cli.main", *words]
+    command = [sys.executable, "-m", "recurjax", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "home" / "hub" / "models--o--n").is_dir()

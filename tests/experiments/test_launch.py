@@ -113,7 +113,7 @@ def test_two_processes_under_the_entry_stop_save_and_resume(
     )
 
     def start(steps: int) -> list[subprocess.Popen]:
-        command = [sys.executable, "-m", "recurjax.cli.main", "train"]
+        command = [sys.executable, "-m", "recurjax", "train"]
         command += [str(file), "--runs", str(tmp_path)]
         command += ["--training.steps", str(steps), "--evaluation.every", "0"]
         command += ["--training.checkpoint-every", "20"]

@@ -25,7 +25,7 @@ __all__ = ["quick_compilation"]
 
 def start(env, runs, *options):
     """Starts two processes of two devices each on one run."""
-    return _start("recurjax.cli.main", env, places(), runs, *options)
+    return _start("recurjax", env, places(), runs, *options)
 
 
 def start_slice(env, servers, runs, *options):

@@ -175,7 +175,7 @@ def test_swallowed_in_an_import_it_ends_the_process_all_the_same(
 def test_pressed_at_any_early_moment_it_ends_in_a_sentence(
     quick_compilation, tmp_path, seconds
 ):
-    words = ["-m", "recurjax.cli.main", "train", tiny_experiment.__file__]
+    words = ["-m", "recurjax", "train", tiny_experiment.__file__]
     words += ["--runs", str(tmp_path), "--training.steps", "1000000"]
     words += ["--evaluation.every", "0"]
     process = subprocess.Popen(

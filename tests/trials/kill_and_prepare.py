@@ -114,7 +114,7 @@ def _start(root: Path, name: str, options: Options) -> subprocess.Popen[str]:
     words = ["--corpus", str(root / "corpus.jsonl"), "--out", str(root / name)]
     words += ["--shard-tokens", str(SHARD_TOKENS), "--workers", str(options.workers)]
     return subprocess.Popen(
-        [sys.executable, "-m", "recurjax.cli.main", "data", "prepare", *words],
+        [sys.executable, "-m", "recurjax", "data", "prepare", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

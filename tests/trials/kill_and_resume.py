@@ -240,7 +240,7 @@ def finish(process: subprocess.Popen[str], name: str) -> str:
 
 def start(root: Path, name: str) -> subprocess.Popen[str]:
     """Starts a run, or resumes it; what it says comes line by line."""
-    command = [sys.executable, "-m", "recurjax.cli.main", "train", __file__]
+    command = [sys.executable, "-m", "recurjax", "train", __file__]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
