@@ -43,7 +43,10 @@ class NextToken(RangeChecks):
     answers: PositiveInt | None = None
     passes: ClassVar[int] = 1
     frozen: ClassVar[FrozenModel | None] = None
-    calls_model: ClassVar[bool] = True
+
+    def calls_model(self, model: ModelConfig) -> bool:
+        """Whether a pass runs the model as a call does: it is one."""
+        return True
 
     def refuses(self, model: ModelConfig) -> str | None:
         """Every model predicts next tokens."""
@@ -142,7 +145,7 @@ the counted targets that a row may have (None: any number), `passes`, how often 
 model reads each token, and `frozen`: None, or a `FrozenModel`. With one it is called
 with that model, a `Decoder`, as its third argument. `refuses` says why a model cannot
 be trained so; `beside_flops` returns the FLOPs of a step outside the model's passes;
-`calls_model` says whether a pass calls the model unchanged."""
+`calls_model` says whether a pass runs a model as a call does."""
 
 
 @runtime_checkable
@@ -171,18 +174,19 @@ def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:
     """Returns why a model cannot be trained so on rows with segments.
 
     Passes over parts of a sequence take them. A model that is called as it is, by an
-    objective with `calls_model` or as a frozen one, may run token after token: such a
-    stack takes none.
+    objective that `calls_model` or as a frozen one, may run token after token or on a
+    cache: such a stack takes none.
     """
-    called = [("the model", model)] if objective.calls_model else []
+    called = [("the model", model)] if objective.calls_model(model) else []
     if objective.frozen is not None:
         called.append(("the frozen model", objective.frozen.model))
     for name, config in called:
         if not config.takes_segments:
+            chunks = "" if Chunked(chunk=1).calls_model(config) else " or Chunked"
             return (
-                f"{name} of {type(objective).__name__} reads its latent memory "
-                "token by token and cannot separate a row's documents: leave "
+                f"{name} of {type(objective).__name__} passes its latent memory on "
+                "through a cache and cannot separate a row's documents: leave "
                 "data.document_segments off (for prompts with answers: rows one), "
-                "or train with Interleaved or Chunked"
+                f"or train with Interleaved{chunks}"
             )
     return None

@@ -137,6 +137,7 @@ class RowSource:
       name: name of the text or task, for the figures.
       settings: what makes the figures others: the length, and how much is read.
       mesh: the devices that hold the rows.
+      has_segments: whether the rows say which document a token is of.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class RowSource:
         if (reason := loaded.model.stack.refuses(self.mesh, self.length)) is not None:
             raise UserError(reason)
         self.name, self.batch = name, batch
+        self.has_segments = data.has_segments
         self.split: Literal["validation", "train"] = split
         self.settings: dict[str, Any] = {"length": self.length}
         self._limit = None
@@ -208,6 +210,12 @@ def prepare_text(options: EvaluateText) -> Measure:
     def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
         source = _source(options, loaded)
         stretch = options.positions or (64 if options.plot is not None else None)
+        if stretch is not None and not _reads_exactly(source, loaded):
+            raise UserError(
+                "--positions and --plot read rows with the exact recurrence, which "
+                "cannot tell this run's documents apart: leave them out, or give "
+                "--text, whose rows have no documents"
+            )
         report, rows = score_rows(source, loaded, mesh)
         if stretch is not None:
             with jax.set_mesh(source.mesh):
@@ -312,12 +320,24 @@ def score_rows(source: RowSource, loaded: LoadedRun, mesh: Mesh | None) -> Figur
     rows = _score_rows(result, source.name, source.settings, loaded.step)
     # Some objectives approximate a recurrence by parallel passes; the exact figure is
     # that of the recurrence, which decodes.
-    if not isinstance(objective, NextToken | Distilled | Exits | RandomLoops):
+    if isinstance(objective, NextToken | Distilled | Exits | RandomLoops):
+        return report, rows
+    if _reads_exactly(source, loaded):
         exact = scored(NextToken(vocabulary_chunks=objective.vocabulary_chunks))
         report["exact"] = _score_as_json(exact)
         name = f"{source.name}, exact"
         rows += _score_rows(exact, name, source.settings, loaded.step)
+    else:
+        log(
+            "the exact recurrence cannot tell this run's documents apart: its figure "
+            "is left out"
+        )
     return report, rows
+
+
+def _reads_exactly(source: RowSource, loaded: LoadedRun) -> bool:
+    """Whether the model, called as it is, takes the rows."""
+    return not source.has_segments or loaded.model.config.takes_segments
 
 
 def _source(options: OfText, loaded: LoadedRun) -> RowSource:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from recurjax.layers.stack import CacheRows
 from recurjax.types import Array, Tokens
@@ -132,12 +132,14 @@ class MemoryStack(CacheRows):
         return self.initial(x, tokens)[0]
 
     def memory_of(
-        self, states: Float[Array, "B T D"], ids: Int[Array, "B T"]
+        self, states: Float[Array, "B T D"], tokens: Tokens
     ) -> Float[Array, "B T D"]:
-        """Returns what enters each position: a mix of the states before it."""
+        """Returns what enters each position: a mix of its document's earlier states."""
         memory = self.config.memory
         assert memory is not None
-        return entering(states, ids, memory, self._lag_logits())
+        return entering(
+            states, tokens.ids, memory, self._lag_logits(), segments=tokens.segments
+        )
 
     def prefill(
         self, x: Float[Array, "B T D"], cache: Any, tokens: Tokens, *, by: str

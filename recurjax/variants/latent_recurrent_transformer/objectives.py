@@ -50,7 +50,10 @@ class Interleaved(RangeChecks):
     answers: PositiveInt | None = None
     passes: ClassVar[int] = 2
     frozen: ClassVar[None] = None
-    calls_model: ClassVar[bool] = False
+
+    def calls_model(self, model: ModelConfig) -> bool:
+        """Whether a pass runs the model as a call does: no."""
+        return False
 
     def refuses(self, model: ModelConfig) -> str | None:
         """Returns why a model cannot be trained so: its memory, or its length."""
@@ -170,7 +173,10 @@ class Chunked(RangeChecks):
     answers: ClassVar[None] = None
     passes: ClassVar[int] = 1
     frozen: ClassVar[None] = None
-    calls_model: ClassVar[bool] = False
+
+    def calls_model(self, model: ModelConfig) -> bool:
+        """Whether a pass runs the model as a call does: a pattern of mixers."""
+        return isinstance(model.stack, RatConfig)
 
     def refuses(self, model: ModelConfig) -> str | None:
         """Returns why a model cannot be trained so: no memory of earlier tokens."""
@@ -237,7 +243,7 @@ class Chunked(RangeChecks):
             if batch.segments is not None:
                 raise NotImplementedError(
                     "Chunked: a pattern of mixers reads chunks from its cache, which "
-                    "takes no segments: use memory.reset_token"
+                    "takes no segments: use Interleaved"
                 )
             return self._on_cache(model, batch, stack.init_cache(len(x), T, x.dtype))[0]
         tokens = Tokens(batch.ids, batch.segments)
@@ -245,8 +251,12 @@ class Chunked(RangeChecks):
         parts = []
         for start in range(0, T, self.chunk):
             positions = slice(start, min(start + self.chunk, T), 1)
-            first = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
+            first = stack.memory_of(buffer.states, tokens)[:, start : start + 1]
             memory = self._over_chunk(first, batch.ids[:, positions], stack)
+            if batch.segments is not None:  # the first token's document alone
+                documents = batch.segments[:, positions]
+                same = documents == documents[:, :1]
+                memory = jnp.where(same[..., None], memory, 0)
             y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1))
@@ -306,7 +316,7 @@ def interleaved_passes(
     for positions in partition:
         if refresh:
             assert isinstance(stack, LatentRecurrentTransformerStack)
-            buffer = stack.refreshed(buffer, batch.ids, visited=visited)
+            buffer = stack.refreshed(buffer, tokens, visited=visited)
             visited = visited.at[positions].set(True)
         # Each subset sees the states of those refined before it, so that the last one
         # has seen every neighbour's refined state.

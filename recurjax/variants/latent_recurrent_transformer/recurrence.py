@@ -119,6 +119,7 @@ def entering(
     logits: Float[Array, " N"] | None,
     *,
     before: Float[Array, "B P D"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Returns the memory of each of T tokens: a mix of the states before it.
 
@@ -127,6 +128,8 @@ def entering(
       logits: logits of the learned average over the lags, or None.
       before: the states before them, newest first; None: a sequence begins, with states
         of zero before it.
+      segments: the documents of the T tokens, where a row has several: none receives a
+        state of another.
     """
     B, T, D = states.shape
     depth = memory.depth if before is None else before.shape[1]
@@ -147,6 +150,10 @@ def entering(
             # A state from before the last reset token is another document's.
             near = tokens_since(ids, memory.reset_token) >= lag
             part = jnp.where(near[..., None], part, 0)
+        if segments is not None and lag > 0:
+            # Before the row there is no document: -1 is none's number.
+            of_state = jnp.pad(segments, ((0, 0), (lag, 0)), constant_values=-1)[:, :T]
+            part = jnp.where((of_state == segments)[..., None], part, 0)
         parts.append(part)
     return mixed_lags(parts, logits)
 

@@ -144,7 +144,7 @@ class LatentRecurrentTransformerStack(
     def refreshed(
         self,
         buffer: LatentBuffer,
-        ids: Int[Array, "B T"],
+        tokens: Tokens,
         *,
         visited: Bool[Array, " T"],
     ) -> LatentBuffer:
@@ -155,7 +155,7 @@ class LatentRecurrentTransformerStack(
 
         Args:
           buffer: buffer of `initial` with `origins`, and whatever was refined since.
-          ids: ids of all T tokens.
+          tokens: all T tokens.
           visited: positions that were refined, which stay as they are.
 
         Raises:
@@ -168,8 +168,8 @@ class LatentRecurrentTransformerStack(
             )
         if any(group.origin is None for group in buffer.groups):
             raise ValueError("refreshed: buffer must be created with origins=True")
-        memory = self._projected(self.memory_of(buffer.states, ids))
-        position = jnp.arange(ids.shape[1])[None]
+        memory = self._projected(self.memory_of(buffer.states, tokens))
+        position = jnp.arange(tokens.ids.shape[1])[None]
 
         def refresh(block, group):
             return block.refreshed(group, memory, visited=visited, position=position)
@@ -218,7 +218,7 @@ class LatentRecurrentTransformerStack(
             )
         n = len(indices(positions, T))
         if memory is None:
-            memory = take(self.memory_of(buffer.states, tokens.ids), positions)
+            memory = take(self.memory_of(buffer.states, tokens), positions)
         elif memory.shape != (B, n, D):
             raise ValueError(
                 f"refine: needs a memory of shape {(B, n, D)}, got {memory.shape}"

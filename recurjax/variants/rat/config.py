@@ -271,6 +271,12 @@ class RatConfig(StackFacts):
                 "RatConfig: memory must enter the residual stream alone: set its keys "
                 "and values to false"
             )
+        of_keys = memory.entry_layers, memory.replace_layers, memory.projection
+        if of_keys != (None, 0, "shared"):
+            raise ValueError(
+                "RatConfig: memory enters every layer's input: leave its entry_layers, "
+                "replace_layers and projection out, which are for keys and values"
+            )
         if max(memory.sources) > self.layers:
             raise ValueError(
                 f"RatConfig: memory.sources must be layers in 1..{self.layers}, got "

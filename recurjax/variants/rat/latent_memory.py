@@ -113,7 +113,7 @@ class MemoryRatStack(MemoryStack, RatStack):
                 "refine: a stack of mixers runs all positions at once, not "
                 f"{positions}: use one subset"
             )
-        out = self._over_all(x, self.memory_of(buffer, tokens.ids), tokens)
+        out = self._over_all(x, self.memory_of(buffer, tokens), tokens)
         return out.x, out.state
 
     def layer_states(

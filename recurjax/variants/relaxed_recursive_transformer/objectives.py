@@ -36,8 +36,11 @@ class _Uptraining(RangeChecks):
 
     __slots__ = ()
     passes = 1
-    calls_model = True
     answers = None
+
+    def calls_model(self, model: ModelConfig) -> bool:
+        """Whether a pass runs the model as a call does: it is one."""
+        return True
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads in evaluations: the model as it is called."""

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import shutil
@@ -5,10 +6,14 @@ import shutil
 import pytest
 
 from recurjax.cli.evaluate.command import run
+from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.training.objective import Interleaved
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from tests.cli.commands import assert_refused, recurjax, without_progress
+from tests.variants.latent_recurrent_transformer.switches import byte_model
 
 TEXT = "To be, or not to be, that is the question:\n" * 3
 
@@ -69,6 +74,25 @@ def test_without_a_file_it_is_the_validation_split_of_the_run(finished):
     assert got["text"] == "validation split"
     whole = len(embedded_text().encode())
     assert got["bytes"] == pytest.approx(whole / 10, abs=2)
+
+
+def test_a_latent_memory_of_documents_has_no_exact_figure(tmp_path):
+    """The objective tells a row's documents apart, and the exact recurrence cannot."""
+    latent = tmp_path / "latent"
+    model = byte_model(MemoryConfig(sources=(1,)))
+    experiment = new_experiment(latent, model.config, length=16)
+    data = dataclasses.replace(experiment.data, document_segments=True)
+    experiment = dataclasses.replace(experiment, data=data, objective=Interleaved())
+    write_run(latent, model, experiment, ByteTokenizer())
+    words = ("evaluate", latent, "--tokens", 64, "--batch", 4)
+    code, out, err = recurjax(*words)
+    assert code == 0 and "documents apart: its figure is left out" in err
+    assert json.loads(out)["loss"] > 0 and "exact" not in json.loads(out)
+    assert_refused(recurjax(*words, "--positions", 4), "cannot tell .* give --text")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    got = evaluate(latent, "--text", text, "--positions", 4)
+    assert got["exact"]["tokens"] == len(TEXT) and got["positions"]
 
 
 def test_a_large_split_is_read_as_far_as_asked(finished):

@@ -128,7 +128,7 @@ def groups_refreshed_and_refined(model, ids, visited=()):
     tokens, x = Tokens(ids), model.embed(ids)
     _, buffer = model.stack.initial(x, tokens, origins=True)
     done = jnp.isin(jnp.arange(T), jnp.asarray(visited, jnp.int32))
-    refreshed = model.stack.refreshed(buffer, ids, visited=done)
+    refreshed = model.stack.refreshed(buffer, tokens, visited=done)
     _, refined = model.stack.refine(x, tokens, slice(0, None, 1), buffer)
     return tuple(
         (each.groups[0].keys, each.groups[0].values)
@@ -323,7 +323,9 @@ def test_a_reset_token_hides_what_came_before_from_the_memory():
     ids = jnp.array([[1, 2, 4, RESET, 5, 6, 7, 8, 9]], jnp.int32)
     other = jnp.array([[9, 8, 7, RESET, 5, 6, 7, 8, 9]], jnp.int32)
     memories = [
-        model.stack.memory_of(jnp.asarray(x, jnp.float32)[..., None] * jnp.ones(8), x)
+        model.stack.memory_of(
+            jnp.asarray(x, jnp.float32)[..., None] * jnp.ones(8), Tokens(x)
+        )
         for x in (ids, other)
     ]
     np.testing.assert_array_equal(memories[0][:, 3:], memories[1][:, 3:])
@@ -344,6 +346,33 @@ def test_a_reset_token_within_a_chunk_hides_what_came_before_it(memory):
     want, other = states(model, ids), states(model, np.where(ids == 7, 8, ids))
     assert np.abs(other[:, 3] - want[:, 3]).max() > 1e-3
     np.testing.assert_array_equal(other[:, 4:], want[:, 4:])
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Interleaved(), Interleaved(refresh=True), slow(Chunked(chunk=4))],
+    ids=["interleaved", "refreshed", "chunked"],
+)
+def test_no_memory_crosses_from_a_document_to_the_next(objective):
+    """By the rows' segments alone, without a reset token."""
+    model = build(small(MemoryConfig(sources=(1,), lags=(1, 2))))
+    ids = np.asarray([[5, 1, 7, 2, 3, 1]])
+    segments = jnp.asarray([[0, 0, 0, 1, 1, 1]])
+
+    @quick
+    def states(model, ids):
+        return objective.states(model, Batch(ids, ids, segments))
+
+    want, other = states(model, ids), states(model, np.where(ids == 7, 8, ids))
+    assert np.abs(other[:, 2] - want[:, 2]).max() > 1e-3
+    np.testing.assert_array_equal(other[:, 3:], want[:, 3:])
+    later = states(model, np.where(ids == 2, 8, ids))
+    assert np.abs(later[:, 4] - want[:, 4]).max() > 1e-3
+
+
+def test_a_reset_token_beyond_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="reset_token must be an id below vocabulary"):
+        small(MemoryConfig(sources=(1,), reset_token=VOCABULARY))
 
 
 @pytest.mark.parametrize(
@@ -430,11 +459,11 @@ def test_a_refresh_wants_origins_and_keys_or_values(ids):
     _, buffer = model.stack.initial(model.embed(ids), tokens)
     visited = jnp.zeros(T, bool)
     with pytest.raises(ValueError, match="origins=True"):
-        model.stack.refreshed(buffer, ids, visited=visited)
+        model.stack.refreshed(buffer, tokens, visited=visited)
     bare = build(small(MemoryConfig(sources=(1,), keys=False, values=False)))
     _, buffer = bare.stack.initial(bare.embed(ids), tokens, origins=True)
     with pytest.raises(ValueError, match="no key and no value takes the memory"):
-        bare.stack.refreshed(buffer, ids, visited=visited)
+        bare.stack.refreshed(buffer, tokens, visited=visited)
 
 
 def test_a_source_outside_the_layers_or_named_twice_is_refused():

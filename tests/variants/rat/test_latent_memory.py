@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recurjax.model import as_latent_memory
-from recurjax.training.objective import NextToken
+from recurjax.training.objective import NextToken, refuses_segments
 from recurjax.types import Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.latent_recurrent_transformer.objectives import (
@@ -102,6 +102,28 @@ def test_chunks_of_one_token_are_exact(model, ids):
 def test_chunks_refuse_documents(model, ids):
     with pytest.raises(NotImplementedError, match="takes no segments"):
         Chunked(chunk=4).states(model, Batch(ids, ids, jnp.zeros_like(ids)))
+    for objective in (Chunked(chunk=4), NextToken()):
+        reason = refuses_segments(objective, model.config)
+        assert reason is not None and reason.endswith("or train with Interleaved")
+    assert refuses_segments(Interleaved(subsets=1), model.config) is None
+
+
+def test_no_memory_crosses_from_a_document_to_the_next(model, ids):
+    """By the rows' segments alone, without a reset token."""
+    segments = jnp.asarray(np.arange(T) >= SHORT, jnp.int32)[None].repeat(B, 0)
+
+    @quick
+    def states(model, ids):
+        batch = Batch(ids, ids, segments)
+        return Interleaved(subsets=1).states(model, batch)
+
+    change = lambda t: ids.at[:, t].set((ids[:, t] + 1) % VOCABULARY)  # noqa: E731
+    want, before, first = (
+        np.asarray(states(model, each)) for each in (ids, change(2), change(SHORT))
+    )
+    assert np.abs(before - want)[:, 3].max() > 1e-3
+    np.testing.assert_array_equal(before[:, SHORT:], want[:, SHORT:])
+    assert np.abs(first - want)[:, SHORT + 1].max() > 1e-3
 
 
 def test_the_second_pass_has_the_states_of_the_first(model, ids):
@@ -166,6 +188,15 @@ def test_a_loop_and_a_cut_row_are_refused(model):
         (1, 1, 2, 1, 1), ("data", "fsdp", "sequence", "tensor", "stage")
     )
     assert "leave out model.stack.memory" in model.stack.refuses(mesh, 16)
+
+
+@pytest.mark.parametrize(
+    "change", [{"entry_layers": 1}, {"replace_layers": 1}, {"projection": "layerwise"}]
+)
+def test_what_concerns_keys_and_values_is_refused(change):
+    stack = presets.stack(presets.rat(width=8, heads=2, chunk=4), layers=2, width=8)
+    with pytest.raises(ValueError, match="memory enters every layer's input: leave"):
+        presets.with_memory(stack, **change)
 
 
 def test_the_preset_reads_lrts_source_layer():
