@@ -87,8 +87,9 @@ class ToRecurFormer:
     heads.png. Continue training with --training.start-from.
 
     Attributes:
-      run: a run or an imported directory with a Transformer, or with a recursive model,
-        whose loops are written out first, so that each layer has heads of its own.
+      run: a run or an imported directory with a Transformer, or with a recursive
+        Transformer, whose loops are written out first, so that each layer has heads of
+        its own.
       out: the new run directory, written atomically.
       beta: share of the heads to replace, from 0 to 1.
       scope: what is chosen by recency: heads, of all layers; groups, all query heads of
