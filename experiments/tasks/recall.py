@@ -32,6 +32,7 @@ import jax
 from rich.console import Console
 
 from recurjax.cli.options import parse, run_script
+from recurjax.data.batches import Batch
 from recurjax.data.tasks import HashHop, TaskConfig, TaskData, TaskDataset
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import accuracy, count_answers
@@ -45,7 +46,6 @@ from recurjax.sharding import make_mesh, place, placed
 from recurjax.training.config import TrainingConfig
 from recurjax.training.program import build_step
 from recurjax.training.sweep import seeded
-from recurjax.types import Batch
 
 TABLE = Path(__file__).with_name("runs.py")
 PASSED = 0.9
