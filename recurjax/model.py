@@ -327,8 +327,7 @@ class ModelConfig:
                 f"ModelConfig: stack.vocabulary must be {self.padded_vocabulary}, "
                 f"the padded vocabulary, got {rows}"
             )
-        memory = getattr(self.stack, "memory", None)
-        reset = None if memory is None else memory.reset_token
+        reset = self.stack.reset_token
         if reset is not None and reset >= self.vocabulary:
             raise ValueError(
                 "ModelConfig: stack.memory.reset_token must be an id below vocabulary="

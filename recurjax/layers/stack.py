@@ -459,6 +459,11 @@ class StackFacts:
         return True
 
     @property
+    def reset_token(self) -> int | None:
+        """Id of the token that begins a document for the stack; None: none does."""
+        return None
+
+    @property
     def table_rows(self) -> int | None:
         """Rows of the stack's own tables by token id; None: it has no such table.
 

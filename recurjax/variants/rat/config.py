@@ -284,6 +284,11 @@ class RatConfig(StackFacts):
             )
 
     @property
+    def reset_token(self) -> int | None:
+        """Id of the token that the memory does not cross, if any."""
+        return None if self.memory is None else self.memory.reset_token
+
+    @property
     def takes_segments(self) -> bool:
         """Whether its stack takes segments: the exact recurrence takes none."""
         return self.memory is None
