@@ -103,9 +103,7 @@ def table_of_tasks() -> str:
             f"`{name.removesuffix(suffix)}`",
             training.length,
             training.batch,
-            _short(count_parameters(run.model).total),
-            _short(training.steps * training.tokens_per_step),
-            f"{training_flops(run):.1e}",
+            *sizes(run),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
@@ -118,19 +116,23 @@ def named(name: str, run: Run) -> str:
 
 def costs(experiment: Experiment, key: str) -> str:
     """Returns the other cells of a row; `key`: paper/run."""
-    data, training = experiment.data, experiment.training
+    data = experiment.data
     corpus = data.corpus if isinstance(data, DataConfig) else None
     needs = "nothing"
     if isinstance(corpus, Prepared):
         needs = f"`{corpus.directory}`"
     elif isinstance(corpus, PromptAnswer):
         needs = " ".join(f"`{pattern}`" for pattern in corpus.patterns)
-    parameters = count_parameters(experiment.model).total
-    tokens = training.steps * training.tokens_per_step
-    flops = training_flops(experiment)
     hours = hours_cell(experiment, read_record().get(key))
-    cells = (needs, _short(parameters), _short(tokens), f"{flops:.1e}", hours)
-    return " " + " | ".join(cells) + " |"
+    return " " + " | ".join((needs, *sizes(experiment), hours)) + " |"
+
+
+def sizes(experiment: Experiment) -> tuple[str, str, str]:
+    """Returns the cells of the model's parameters, and the training's tokens, FLOPs."""
+    training = experiment.training
+    tokens = training.steps * training.tokens_per_step
+    parameters = count_parameters(experiment.model).total
+    return _short(parameters), _short(tokens), f"{training_flops(experiment):.1e}"
 
 
 def filled(text: str, paper: str, rows: str) -> str:

@@ -21,6 +21,7 @@ import re
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -184,6 +185,7 @@ class _Rows:
                 "train", length=training.length, batch=training.batch
             )
         )
+        weakref.finalize(self, self._more.close)  # the threads that read ahead
 
     def read(self, start: int, count: int) -> list[Batch]:
         """Returns batches `start` to `start + count`."""

@@ -148,7 +148,7 @@ TASKS: dict[str, SmallTask] = {
         tokens=8_000_000,
     ),
     **{
-        # Rows are four to eight times as long as those of mqar.
+        # Most of them have rows four to eight times as long as mqar's.
         f"mad_{name}": SmallTask(
             task=replace(task, validation_rows=TESTED), tokens=4_000_000, rows=16
         )

@@ -137,9 +137,7 @@ class MemoryStack(CacheRows):
         """Returns what enters each position: a mix of its document's earlier states."""
         memory = self.config.memory
         assert memory is not None
-        return entering(
-            states, tokens.ids, memory, self._lag_logits(), segments=tokens.segments
-        )
+        return entering(states, tokens, memory, self._lag_logits())
 
     def prefill(
         self, x: Float[Array, "B T D"], cache: Any, tokens: Tokens, *, by: str
@@ -200,7 +198,7 @@ class MemoryStack(CacheRows):
         real = (jnp.arange(T) < count[:, None])[..., None]
         for _ in range(sweeps + 1):
             enters = entering(
-                states, tokens.ids, memory, self._lag_logits(), before=cache.states
+                states, tokens, memory, self._lag_logits(), before=cache.states
             )
             out = self.pass_on_cache(x, enters, cache, tokens)
             # Padding has states too, which nobody reads.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
@@ -223,7 +224,7 @@ class Chunked(RangeChecks):
             part = x[:, start : start + self.chunk]
             ids = batch.ids[:, start : start + self.chunk]
             first = stack.memory_of_token(part[:, :1], cache, Tokens(ids[:, :1]))
-            memory = self._over_chunk(first, ids, stack)
+            memory = self._over_chunk(first, Tokens(ids), stack)
             y, cache = stack.on_cache(part, memory, cache, Tokens(ids))
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1)), cache
@@ -252,11 +253,8 @@ class Chunked(RangeChecks):
         for start in range(0, T, self.chunk):
             positions = slice(start, min(start + self.chunk, T), 1)
             first = stack.memory_of(buffer.states, tokens)[:, start : start + 1]
-            memory = self._over_chunk(first, batch.ids[:, positions], stack)
-            if batch.segments is not None:  # the first token's document alone
-                documents = batch.segments[:, positions]
-                same = documents == documents[:, :1]
-                memory = jnp.where(same[..., None], memory, 0)
+            chunk = jax.tree.map(lambda of, at=positions: of[:, at], tokens)
+            memory = self._over_chunk(first, chunk, stack)
             y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1))
@@ -264,7 +262,7 @@ class Chunked(RangeChecks):
     def _over_chunk(
         self,
         first: Float[Array, "B 1 D"],
-        ids: Int[Array, "B n"],
+        tokens: Tokens,
         stack: MemoryStack,
     ) -> Float[Array, "B n D"]:
         """Returns a chunk's memory from the one that enters its first token.
@@ -272,13 +270,16 @@ class Chunked(RangeChecks):
         It is one for the entire chunk, so that the chunk's tokens need not wait for
         each other.
         """
-        n = ids.shape[1]
+        n = tokens.ids.shape[1]
         memory = jnp.repeat(first, n, axis=1)
         assert stack.config.memory is not None
         reset = stack.config.memory.reset_token
         if reset is not None:  # zero from a reset token inside the chunk on
-            near = tokens_since(ids, reset) >= np.arange(n)
+            near = tokens_since(tokens.ids, reset) >= np.arange(n)
             memory = jnp.where(near[..., None], memory, 0)
+        if tokens.segments is not None:  # the first token's document alone
+            same = tokens.segments == tokens.segments[:, :1]
+            memory = jnp.where(same[..., None], memory, 0)
         if self.memory == "first":
             memory = jnp.where(np.arange(n)[None, :, None] == 0, memory, 0)
         return memory

@@ -114,24 +114,23 @@ def strided_partition(length: int, parts: int) -> tuple[slice, ...]:
 
 def entering(
     states: Float[Array, "B T D"],
-    ids: Int[Array, "B T"],
+    tokens: Tokens,
     memory: MemoryConfig,
     logits: Float[Array, " N"] | None,
     *,
     before: Float[Array, "B P D"] | None = None,
-    segments: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Returns the memory of each of T tokens: a mix of the states before it.
 
     Args:
       states: states of the same T tokens.
+      tokens: with segments, none receives a state of another document.
       logits: logits of the learned average over the lags, or None.
       before: the states before them, newest first; None: a sequence begins, with states
         of zero before it.
-      segments: the documents of the T tokens, where a row has several: none receives a
-        state of another.
     """
     B, T, D = states.shape
+    segments = tokens.segments
     depth = memory.depth if before is None else before.shape[1]
     # The cache is newest first; here the newest state comes last, before the first
     # token.
@@ -148,7 +147,7 @@ def entering(
         part = line[:, depth - lag : depth - lag + T]
         if memory.reset_token is not None:
             # A state from before the last reset token is another document's.
-            near = tokens_since(ids, memory.reset_token) >= lag
+            near = tokens_since(tokens.ids, memory.reset_token) >= lag
             part = jnp.where(near[..., None], part, 0)
         if segments is not None and lag > 0:
             # Before the row there is no document: -1 is none's number.

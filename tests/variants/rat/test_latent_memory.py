@@ -117,9 +117,11 @@ def test_no_memory_crosses_from_a_document_to_the_next(model, ids):
         batch = Batch(ids, ids, segments)
         return Interleaved(subsets=1).states(model, batch)
 
-    change = lambda t: ids.at[:, t].set((ids[:, t] + 1) % VOCABULARY)  # noqa: E731
+    def changed(t):
+        return ids.at[:, t].set((ids[:, t] + 1) % VOCABULARY)
+
     want, before, first = (
-        np.asarray(states(model, each)) for each in (ids, change(2), change(SHORT))
+        np.asarray(states(model, each)) for each in (ids, changed(2), changed(SHORT))
     )
     assert np.abs(before - want)[:, 3].max() > 1e-3
     np.testing.assert_array_equal(before[:, SHORT:], want[:, SHORT:])
