@@ -50,7 +50,7 @@ TORCH_TESTS := tests/convert/test_to_torch.py tests/convert/test_auto_model.py \
   tests/pallas_kernels/selective_scan/test_triton_values.py
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
 test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
-	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)
+	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) -m "torch and not sweep" $(TORCH_TESTS)
 
 # What constraints.txt pins for Python 3.12. The compilers in .compilers belong to the jax
 # of .venv: tests that ask them skip.

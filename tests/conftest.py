@@ -27,6 +27,8 @@ if SHAPES_CHECKED:
 
     install_shape_checks("recurjax", "pallas_kernels")
 
+from tests import torch_python  # noqa: E402
+
 # It asks XLA what it knows, which fixes the number of devices.
 from tests.compiling import all_compiled_quickly  # noqa: E402
 
@@ -56,6 +58,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("sweep"):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skips what is marked `torch` where no interpreter has it."""
+    marker = item.get_closest_marker("torch")
+    if marker is not None:
+        reason = torch_python.reason_to_skip(*marker.args)
+        if reason is not None:
+            pytest.skip(reason)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 
 
-def slow_except(quick: Iterable[str], cases: Iterable[Any]) -> list[Any]:
+def slow_except(
+    quick: Iterable[str], cases: Iterable[Any], *, slow: Iterable[str] | None = None
+) -> list[Any]:
     """Returns the cases, marked slow unless their id (or themselves) is in `quick`.
 
-    Golden cases of another folder (`RECURJAX_GOLDEN`) need not have these ids.
+    With `slow` those of these ids are slow, and the others a sweep. Golden cases of
+    another folder (`RECURJAX_GOLDEN`) need not have these ids.
     """
     quick, marked = set(quick), []
+    often = None if slow is None else set(slow)
     for case in cases:
         values, identity, marks = (
             (case.values, case.id, [*case.marks])
@@ -19,6 +23,7 @@ def slow_except(quick: Iterable[str], cases: Iterable[Any]) -> list[Any]:
             else ((case,), str(case), [])
         )
         if identity not in quick:
-            marks.append(pytest.mark.slow)
+            rare = often is not None and identity not in often
+            marks.append(pytest.mark.sweep if rare else pytest.mark.slow)
         marked.append(pytest.param(*values, id=identity, marks=marks))
     return marked

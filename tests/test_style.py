@@ -347,3 +347,16 @@ def test_every_folder_of_tests_is_a_package():
     assert [
         item for item in sorted(folders) if not (item / "__init__.py").is_file()
     ] == []
+
+
+def test_the_command_that_has_pytorch_runs_every_file_that_needs_it():
+    """`make test-torch` names its files: elsewhere their tests skip."""
+    marked = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.torch" in file.read_text(encoding="utf-8")
+        and file.name != "test_style.py"
+    }
+    listed = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = listed.partition("TORCH_TESTS := ")[2].partition("TORCH_PYTHON")[0]
+    assert set(listed.replace("\\", " ").split()) == marked

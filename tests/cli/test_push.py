@@ -29,11 +29,11 @@ from recurjax.evaluation.rows import Row, append_rows
 from recurjax.training.run import load_run
 from tests.cli.commands import assert_refused, recurjax
 from tests.fake_hub import running_hub
+from tests.torch_python import PYTHON
 from tests.variants.rat import switches as rat
 
 # huggingface_hub uploads by an argument that its own HTTP library deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")
-TORCH = os.environ.get("RECURJAX_TORCH_PYTHON")
 
 
 @pytest.fixture
@@ -205,10 +205,10 @@ def test_the_example_of_a_card_in_jax_runs(hub, finished):
     assert out.getvalue().strip()
 
 
+@pytest.mark.torch("transformers")
 @pytest.mark.slow
-@pytest.mark.skipif(TORCH is None, reason="RECURJAX_TORCH_PYTHON names no interpreter")
 def test_the_examples_of_a_card_in_torch_run(hub, finished, tmp_path):
-    words = ("push", finished, "me/tiny", "--license", "mit", "--torch-python", TORCH)
+    words = ("push", finished, "me/tiny", "--license", "mit", "--torch-python", PYTHON)
     code, _, err = recurjax(*words)
     assert code == 0, err
     card = content(hub)["README.md"].decode()
@@ -223,6 +223,6 @@ def test_the_examples_of_a_card_in_torch_run(hub, finished, tmp_path):
     }
     for code in snippets(hub)[1:]:
         done = subprocess.run(
-            [str(TORCH), "-c", code], env=environment, capture_output=True, text=True
+            [PYTHON, "-c", code], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -1,32 +1,30 @@
 """Exports in transformers: AutoModel, caches, padding, saving, training, tokenizers.
 
-`RECURJAX_TORCH_PYTHON` names an interpreter with torch and transformers, 4.57 or newer;
-one with peft takes a LoRA step too.
+Where peft is installed as well, a step of LoRA is taken too.
 """
 
 import json
 import os
 import re
-import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from recurjax.convert.torch.export import AUTO_MODULES, MODULE, from_torch, to_torch
-from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from tests.convert.test_to_torch import (
-    PYTHON,
     STACKS,
     assert_same_parameters,
     few_tokens,
-    needs,
     run_of,
 )
+from tests.torch_python import PYTHON
+
+# With transformers 4.57 or newer.
+pytestmark = pytest.mark.torch("transformers")
 
 SCRIPT = Path(__file__).with_name("auto_model.py")
 VARIANTS = (
@@ -54,7 +52,6 @@ SENTENCES = {
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """The run and the export of each variant, and what the script says of them."""
-    needs("torch", "transformers")
     folder = tmp_path_factory.mktemp("auto_model")
     runs = {name: run_of(STACKS[name], folder / name) for name in VARIANTS}
     for name, run in runs.items():
@@ -66,7 +63,7 @@ def exports(tmp_path_factory):
     # Modules of other directories with the same hash must not be met.
     environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     subprocess.run(
-        [PYTHON or sys.executable, "-W", "ignore", SCRIPT, out, *directories],
+        [PYTHON, "-W", "ignore", SCRIPT, out, *directories],
         check=True,
         env=environment,
     )
@@ -155,44 +152,3 @@ def test_auto_tokenizer_reads_bytes(answers):
     }
     assert batch[1]["input_ids"] == list(b"a  b")
     assert text == "h\u00e9llo\n"
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_a_byte_tokenizer_travels_as_tokenizer_json(bos, tmp_path):
-    run = run_of(STACKS["transformer"], tmp_path)
-    tokenizer = ByteTokenizer(bos=bos)
-    run = run._replace(tokenizer=tokenizer)
-    to_torch(run, tmp_path / "out", check=False)
-    keys = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert keys["bos_token_id"] == keys["eos_token_id"] == tokenizer.bos
-    # The export has both forms, which encode alike.
-    assert load_tokenizer(tmp_path / "out").hash == tokenizer.hash
-    read = load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    assert (read.vocabulary, read.bos, read.eos) == (
-        tokenizer.vocabulary,
-        tokenizer.bos,
-        tokenizer.eos,
-    )
-    for text in (
-        "",
-        "h\u00e9llo\r\n\t  w\u00f6rld",
-        "\u6f22\u5b57 \U0001f30d\x00",
-        "<|bos|>",
-    ):
-        ids = read.encode(text)
-        np.testing.assert_array_equal(ids, tokenizer.encode(text))
-        assert read.decode(ids) == text
-
-
-def test_files_have_the_usual_permissions(tmp_path):
-    run = run_of(STACKS["transformer"], tmp_path)
-    old = os.umask(0o027)
-    try:
-        to_torch(run, tmp_path / "out", check=False)
-    finally:
-        os.umask(old)
-    modes = {
-        path.name: stat.S_IMODE(path.stat().st_mode)
-        for path in (tmp_path / "out").iterdir()
-    }
-    assert set(modes.values()) == {0o640}, modes

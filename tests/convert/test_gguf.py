@@ -292,6 +292,7 @@ def test_integers_stay_as_they_are(kind, table, dtype, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_a_files_integers_continues_as_the_expanded_one(tmp_path):
     file, tokenizer = tmp_path / "m.gguf", tokenizer_json(tmp_path, 50)
     write_quantized(file, ["Q4_1"], table="Q8_0")

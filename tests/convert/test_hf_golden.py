@@ -27,10 +27,16 @@ from recurjax.training.objective import NextToken
 from recurjax.types import IGNORED, Batch, Tokens
 from tests.compiling import QUICK_COMPILE
 from tests.convert.hf_directories import CASES, arrays
+from tests.marks import slow_except
 
 LOGITS_ABSOLUTE = 2e-5
 GRADIENT = 1e-4
 PROMPT = 8
+FEW = ("hf/llama", "hf/gemma3", "hf/gpt_neox", "hf/gpt2")
+few_families = pytest.mark.parametrize(
+    "case", slow_except((), CASES, slow=FEW), indirect=True, scope="module"
+)
+"""For what the logits of all families leave little room to be wrong in."""
 
 
 @partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -104,7 +110,7 @@ def test_greedy_tokens_are_the_likeliest_at_each_place(case):
     np.testing.assert_array_equal(likeliest[:, PROMPT - 1 :], greedy[:, PROMPT:])
 
 
-@pytest.mark.slow
+@few_families
 def test_generation_makes_the_same_tokens(case):
     _, io, imported = case
     greedy = io["greedy_ids"]
@@ -117,7 +123,7 @@ def test_generation_makes_the_same_tokens(case):
     np.testing.assert_array_equal(np.stack(generation.tokens), greedy[:, PROMPT:])
 
 
-@pytest.mark.slow
+@few_families
 def test_loss_and_gradient_norms_are_those_of_transformers(case):
     directory, io, imported = case
     pad = json.loads((directory / "config.json").read_text()).get("pad_token_id")

@@ -1,7 +1,6 @@
 """Models of the Hub, from one that answers on loopback."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,10 +207,12 @@ def test_an_index_names_shards():
 
 
 @pytest.mark.slow  # A process of its own, whose environment names the Hub.
-def test_the_environment_names_hub_cache_and_token(hub, checkpoint, tmp_path):
+def test_the_environment_names_hub_cache_and_token(
+    hub, checkpoint, quick_compilation, tmp_path
+):
     hub.add("o/n", checkpoint, gated=True)
     environment = {
-        **os.environ,
+        **quick_compilation,
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "home"),
         "HF_TOKEN": hub.token,

@@ -1,10 +1,6 @@
-"""PEFT's adapter files in and out; the package itself where it is installed.
-
-`RECURJAX_TORCH_PYTHON` names an interpreter with torch, transformers and peft.
-"""
+"""PEFT's adapter files in and out; the package itself where it is installed."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -17,8 +13,8 @@ from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import LLAMA, copy_of
+from tests.torch_python import PYTHON
 
-PYTHON = os.environ.get("RECURJAX_TORCH_PYTHON")
 KEYS = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
 
 
@@ -95,22 +91,17 @@ def test_adapters_of_some_layers_are_refused(base, tmp_path):
     assert_refused(answer, "it differs in base_model.model.model.layers.1")
 
 
+@pytest.mark.torch("transformers", "peft")
 @pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="RECURJAX_TORCH_PYTHON is not set")
 def test_adapters_of_peft_compute_the_same_and_go_back_to_the_bit(base, tmp_path):
-    assert PYTHON is not None
-    if subprocess.run([PYTHON, "-c", "import peft"], capture_output=True).returncode:
-        pytest.skip("peft is not installed where RECURJAX_TORCH_PYTHON points")
     ids = np.random.default_rng(1).integers(20, size=(2, 9)).astype(np.int32)
     np.save(tmp_path / "ids.npy", ids)
-
-    python = PYTHON
 
     def reference(what: str, folder: Path) -> np.ndarray:
         script = Path(__file__).with_name("peft_reference.py")
         out = tmp_path / f"{what}.npy"
         words = [what, base / "hf", folder, tmp_path / "ids.npy", out]
-        subprocess.run([python, script, *map(str, words)], check=True)
+        subprocess.run([PYTHON, script, *map(str, words)], check=True)
         return np.load(out)
 
     want = reference("make", tmp_path / "peft")

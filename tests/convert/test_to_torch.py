@@ -1,17 +1,12 @@
-"""Out to PyTorch and back: bit-exact, and the same function where torch is at hand.
-
-`RECURJAX_TORCH_PYTHON` names an interpreter that has torch, safetensors and numpy (and
-transformers, for the Hugging Face format); without it the tests use this one.
-"""
+"""Out to PyTorch and back: bit-exact, and the same function where torch is at hand."""
 
 import ast
 import dataclasses
 import importlib.util
 import json
 import os
+import stat
 import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -31,7 +26,7 @@ from recurjax.convert.torch.export import (
     torch_source,
 )
 from recurjax.convert.torch.names import torch_pieces
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.exits import EarlyExit, ExitRule, confidence
 from recurjax.inference.generate import generate_tokens
@@ -70,12 +65,13 @@ from recurjax.variants.relaxed_recursive_transformer import (
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import CASES, LLAMA
+from tests.marks import slow_except
 from tests.pallas_kernels import triton_interpreter
 from tests.tolerances import TOLERANCES, assert_values_close
+from tests.torch_python import PYTHON
 from tests.training.tiny_experiment import drawn
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES
 
-PYTHON = os.environ.get("RECURJAX_TORCH_PYTHON")
 WIDTH = 16
 PADDED = 259
 
@@ -300,32 +296,6 @@ def assert_same_parameters(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def needs(*packages):
-    """Skips, saying why, unless an interpreter with these packages is at hand."""
-    if missing := _missing(packages):
-        where = "" if PYTHON is None else f" in {PYTHON}"
-        pytest.skip(
-            f"{', '.join(missing)} not installed{where}; see RECURJAX_TORCH_PYTHON"
-        )
-
-
-_ASKS = """
-import sys
-from importlib.util import find_spec
-print(*[name for name in sys.argv[1:] if find_spec(name) is None])
-"""
-
-
-@cache
-def _missing(packages):
-    if PYTHON is None:
-        return [name for name in packages if importlib.util.find_spec(name) is None]
-    asked = subprocess.run(
-        [PYTHON, "-c", _ASKS, *packages], capture_output=True, text=True, check=True
-    )
-    return asked.stdout.split()
-
-
 def few_tokens(length):
     """Rows of few different tokens, so that the latent memory's reset is among them."""
     return np.random.default_rng(0).integers(8, size=(2, length)).astype(np.int32)
@@ -336,15 +306,18 @@ QUICK = (
     "recursive_untied",
     "latent_averaged_sources_replacing",
 )
+PLAIN = {
+    *("transformer", "transformer_norms_after", "rat_and_window", "recursive"),
+    *("recursive_sequence", "latent_baseline", "latent_vanilla", "latent_shared"),
+    "latent_own_state",
+}
+"""Whose switches other stacks turn too."""
+FAMILIES = ("hf/llama", "hf/gemma3", "hf/gpt_neox", "hf/gpt2")
+"""One of each kind of layer: what is written for the others is to the bit what
+transformers wrote, as another test shows."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in STACKS
-    ],
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, STACKS))
 def test_there_and_back_is_bit_exact(name, tmp_path):
     run = run_of(STACKS[name], tmp_path, tied_head=name == "transformer")
     out = tmp_path / "out"
@@ -442,7 +415,7 @@ def test_the_latent_memorys_tensors_have_names_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", QUICK)
 def test_layer_by_layer_is_the_whole_model(name, tmp_path, quick_compilation):
     model = run_of(STACKS[name], tmp_path).model
     ids = few_tokens(11)
@@ -452,10 +425,9 @@ def test_layer_by_layer_is_the_whole_model(name, tmp_path, quick_compilation):
     np.testing.assert_allclose(states[-1], whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.torch
+@pytest.mark.parametrize("name", slow_except((), STACKS, slow=STACKS.keys() - PLAIN))
 def test_pytorch_computes_the_same(name, tmp_path, quick_compilation):
-    needs("torch")
     run = run_of(STACKS[name], tmp_path, embedding_scale="sqrt_width")
     result = to_torch(run, tmp_path / "out", python=PYTHON, ids=few_tokens(20))
     assert isinstance(result, Parity)
@@ -489,6 +461,7 @@ SCANS = {
 """Whose widths the GPU kernels serve."""
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCANS)
 def test_the_gpu_kernels_of_an_export_compute_what_plain_torch_does(name, tmp_path):
@@ -518,7 +491,6 @@ def test_the_gpu_kernels_of_an_export_compute_what_plain_torch_does(name, tmp_pa
 
 
 EXITS = """
-import sys
 import numpy as np
 import torch
 from decoder_recurjax import exit_logits, generate_early, load
@@ -535,12 +507,12 @@ np.savez("exits.npz", **made)
 """
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recursive", "recursive_untied", "recursive_first"])
 def test_tokens_leave_early_in_pytorch_as_they_do_here(
     name, tmp_path, quick_compilation
 ):
-    needs("torch")
     run, out = run_of(STACKS[name], tmp_path), tmp_path / "out"
     to_torch(run, out, check=False)
     ids, model = few_tokens(9)[:1], run.model
@@ -553,7 +525,7 @@ def test_tokens_leave_early_in_pytorch_as_they_do_here(
     # Between two of the first loop's scores on the prompt: some tokens leave there.
     low, high = np.sort(np.asarray(confidence(logits[0])).ravel())[4:6]
     threshold = float(low + high) / 2
-    command = [PYTHON or sys.executable, "-c", EXITS, str(out), str(threshold)]
+    command = [PYTHON, "-c", EXITS, str(out), str(threshold)]
     subprocess.run(command, cwd=out, check=True)
     with np.load(out / "exits.npz") as file:
         theirs = dict(file)
@@ -572,9 +544,9 @@ def test_tokens_leave_early_in_pytorch_as_they_do_here(
         assert len(set(generation.loops[0])) > 1  # some left early, some did not
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_the_layer_that_differs_first_is_named(tmp_path, quick_compilation):
-    needs("torch")
     run = run_of(STACKS["transformer"], tmp_path)
     to_torch(run, tmp_path / "out", check=False)
     file = tmp_path / "out" / "model.safetensors"
@@ -604,10 +576,9 @@ def test_hugging_face_there_and_back_is_bit_exact(directory, tmp_path):
         np.testing.assert_array_equal(ours[name], tensor)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("directory", CASES)
+@pytest.mark.torch("transformers")
+@pytest.mark.parametrize("directory", slow_except((), CASES, slow=FAMILIES))
 def test_transformers_loads_what_we_write(directory, tmp_path, quick_compilation):
-    needs("torch", "transformers")
     converted = from_hf(directory)
     experiment = new_experiment(
         tmp_path, converted.model.config, length=converted.length
@@ -727,3 +698,44 @@ def test_a_truncated_export_is_refused(tmp_path):
         answer, "model.safetensors is not a complete safetensors file: .*cut"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_byte_tokenizer_travels_as_tokenizer_json(bos, tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    tokenizer = ByteTokenizer(bos=bos)
+    run = run._replace(tokenizer=tokenizer)
+    to_torch(run, tmp_path / "out", check=False)
+    keys = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert keys["bos_token_id"] == keys["eos_token_id"] == tokenizer.bos
+    # The export has both forms, which encode alike.
+    assert load_tokenizer(tmp_path / "out").hash == tokenizer.hash
+    read = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert (read.vocabulary, read.bos, read.eos) == (
+        tokenizer.vocabulary,
+        tokenizer.bos,
+        tokenizer.eos,
+    )
+    for text in (
+        "",
+        "h\u00e9llo\r\n\t  w\u00f6rld",
+        "\u6f22\u5b57 \U0001f30d\x00",
+        "<|bos|>",
+    ):
+        ids = read.encode(text)
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+        assert read.decode(ids) == text
+
+
+def test_files_have_the_usual_permissions(tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    old = os.umask(0o027)
+    try:
+        to_torch(run, tmp_path / "out", check=False)
+    finally:
+        os.umask(old)
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "out").iterdir()
+    }
+    assert set(modes.values()) == {0o640}, modes

@@ -1,7 +1,4 @@
-"""What transformers reads and renders is what the records say, and reads of our copies.
-
-`RECURJAX_TORCH_PYTHON` names an interpreter that has transformers; torch is not needed.
-"""
+"""What transformers reads and renders, of our copies too, is what the records say."""
 
 import json
 import os
@@ -13,16 +10,16 @@ import pytest
 from recurjax.data.tokenizers import load_tokenizer
 from tests.data import chat_styles
 from tests.data.tokenizers import text_folders
+from tests.torch_python import PYTHON
+
+pytestmark = pytest.mark.torch("transformers")
 
 ROOT = Path(__file__).parents[2]
 
 
 def record_of(module, *arguments: Path) -> dict:
     """Runs a module that writes a record; returns what it wrote."""
-    python = os.environ.get("RECURJAX_TORCH_PYTHON")
-    if python is None:
-        pytest.skip("RECURJAX_TORCH_PYTHON names no interpreter with transformers")
-    command = [python, "-m", module.__name__, *map(str, arguments)]
+    command = [PYTHON, "-m", module.__name__, *map(str, arguments)]
     # Nothing is fetched: every file is here.
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
     end = subprocess.run(command, cwd=ROOT, env=offline, capture_output=True, text=True)

@@ -1,13 +1,13 @@
 """Ours against PyTorch's: tables, calls of the other interpreter, equal outputs."""
 
 import json
-import os
 
 import numpy as np
 import pytest
 
 from experiments import compare_with_torch as script
 from recurjax.errors import UserError
+from tests.torch_python import PYTHON
 
 FEW = ["--turns", "1", "--repeats", "1", "--threads", "1"]
 SIZES = {
@@ -17,13 +17,11 @@ SIZES = {
 }
 
 
+@pytest.mark.torch("transformers")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SIZES)
 def test_pytorch_gives_our_output(quick_compilation, case, capsys):
-    python = os.environ.get("RECURJAX_TORCH_PYTHON")
-    if python is None:
-        pytest.skip("RECURJAX_TORCH_PYTHON names no interpreter with transformers")
-    words = [case, "--torch-python", python, "--lengths", "9", *SIZES[case], *FEW]
+    words = [case, "--torch-python", PYTHON, "--lengths", "9", *SIZES[case], *FEW]
     assert script.main(words) == 0
     output = capsys.readouterr().out
     assert float(output.split("apart by ")[1].split()[0]) < 1e-5

@@ -189,7 +189,7 @@ def test_heads_of_a_run_are_drawn(script, tmp_path, capsys):
         script("head_figures").main([*words, "--layer", "99"])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_mqar_set_trains_and_prints_its_table(script, tmp_path, capsys):
     mqar = script("mqar")
     words = ["--runs", str(tmp_path), "--steps", "2", "--seeds", "1"]

@@ -66,13 +66,10 @@ a hundred training steps do not make up for."""
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("name", NAMES)
 QUICK = {
-    "compare_variants.ipynb",
     "first_tour.ipynb",
     "pretrained_and_back.ipynb",
-    "rat.ipynb",
-    "recurrent_transformer.ipynb",
 }
-"""What `make test-slow` runs: the rest takes two and a half minutes."""
+"""What `make test-slow` runs: the rest takes five minutes."""
 
 
 @pytest.fixture

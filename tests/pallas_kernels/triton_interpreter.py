@@ -1,7 +1,7 @@
 """Kernels of Triton's language on a CPU: by Triton's interpreter, on torch's tensors.
 
 `interpreted()` has the backends' launches run in a process of the interpreter that
-`RECURJAX_TORCH_PYTHON` names, with the Triton of `make compilers`. All else is the
+has torch, with the Triton of `make compilers`. All else is the
 backend as it is: its sizes, its arguments, the sums behind its kernels.
 
 As a program it is that process: a line of JSON a launch on stdin, arrays in files.
@@ -27,9 +27,7 @@ COMPILERS = ROOT / ".compilers"
 
 
 def reason_to_skip() -> str | None:
-    """Returns what is missing for the interpreter, or None."""
-    if not os.environ.get("RECURJAX_TORCH_PYTHON"):
-        return "RECURJAX_TORCH_PYTHON names no interpreter with torch"
+    """Returns what is missing for the interpreter beside torch, or None."""
     if not (COMPILERS / "triton").is_dir():
         return "no Triton here: run make compilers"
     return None
@@ -42,9 +40,10 @@ def interpreted() -> Iterator[None]:
     import pytest
 
     from pallas_kernels import triton_call
+    from tests.torch_python import PYTHON
 
     process = subprocess.Popen(
-        [os.environ["RECURJAX_TORCH_PYTHON"], __file__],
+        [PYTHON, __file__],
         env=os.environ | {"PYTHONPATH": f"{COMPILERS}:{ROOT}", "TRITON_INTERPRET": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -78,9 +78,11 @@ def row(name: str, model: Decoder, ids: jax.Array, rank: int) -> list[str]:
 
 QUICK = ("hf/llama", "hf/gemma2", "hf/gpt_neox")
 """One family of each kind of layer."""
+SLOW = ("hf/gpt2", "hf/gemma3", "hf/phi3")
+"""Of the others those with the most of their own."""
 
 
-@pytest.fixture(scope="module", params=slow_except(QUICK, CASES))
+@pytest.fixture(scope="module", params=slow_except(QUICK, CASES, slow=SLOW))
 def base(request):
     model = from_hf(request.param).model
     ids = jnp.asarray(arrays(request.param)["input_ids"])

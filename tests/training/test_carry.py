@@ -101,6 +101,7 @@ MODELS = {
     ),
 }
 QUICK = ("rt", "lrt, chunks", "rat", "rnn", "recurformer")
+SLOW = ("lrt, chunks, reset", "rat, mamba and rt", "rrt", "transformer")
 
 
 class LongRows:
@@ -142,7 +143,7 @@ def start(model, *, carry=CARRY, parts=1, rate=0.0, spikes=None, train_only=None
     return state, partial(train_step, optimizer=optimizer, carry=carry, **options)
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, MODELS))
+@pytest.mark.parametrize("name", slow_except(QUICK, MODELS, slow=SLOW))
 def test_steps_of_a_frozen_model_have_the_losses_of_the_long_rows(name):
     build, model, objective = MODELS[name]
     model, rows = build(model), LongRows(model.vocabulary, CARRY * T)
@@ -321,6 +322,7 @@ def train(root, *, stop_at_poll=None):
         return loop.train(carrying(), root, console=console)
 
 
+@pytest.mark.slow
 def test_a_run_killed_inside_its_rows_goes_on_bit_for_bit(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(whole)

@@ -1,9 +1,5 @@
-"""Thirty steps of attention on MQAR next to a model in PyTorch from the same weights.
+"""Thirty steps of attention on MQAR next to PyTorch, from the same weights."""
 
-`RECURJAX_TORCH_PYTHON` names an interpreter that has torch and numpy.
-"""
-
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from recurjax.training.program import build_step
 from recurjax.training.spikes import SpikeConfig
 from recurjax.types import IGNORED
 from recurjax.variants.transformer import TransformerConfig
+from tests.torch_python import PYTHON
 
 STEPS, BATCH, LENGTH, HEADS = 30, 16, 32, 4
 TASK = Mqar(
@@ -58,10 +55,8 @@ EXPERIMENT = Experiment(
 )
 
 
+@pytest.mark.torch
 def test_losses_and_gradient_norms_are_those_of_a_peer_in_pytorch(tmp_path):
-    python = os.environ.get("RECURJAX_TORCH_PYTHON")
-    if python is None:
-        pytest.skip("RECURJAX_TORCH_PYTHON names no interpreter with torch")
     mesh = make_mesh(EXPERIMENT.mesh)
     step = build_step(EXPERIMENT, mesh)
     state = step.initialise(jax.random.key(0))
@@ -81,7 +76,7 @@ def test_losses_and_gradient_norms_are_those_of_a_peer_in_pytorch(tmp_path):
     np.savez(tmp_path / "inputs.npz", **inputs, **weights)
     script = Path(__file__).with_name("torch_peer.py")
     files = (tmp_path / "inputs.npz", tmp_path / "peer.npz")
-    subprocess.run([python, script, *files], check=True, timeout=120)
+    subprocess.run([PYTHON, script, *files], check=True, timeout=120)
     losses, norms = [], []
     for rows in batches:
         state, metrics = step(state, place(rows, mesh, batch=BATCH))

@@ -1,9 +1,9 @@
 """Kill and resume: a run killed at any moment and resumed ends with the same bits.
 
 Reproduces no table. Trains a tiny model once without a break, with a checkpoint every
-five steps; then again and again, each time killed (SIGKILL) once: in turn at a random
-moment and in the middle of a save. Each is resumed by the same command, and what it
-ends with is compared bit for bit with the unbroken run: parameters, optimizer state,
+five steps; then again and again, each time killed (SIGKILL) once: in turn in the
+middle of a save and at a random moment. Each is resumed by the same command, and what
+it ends with is compared bit for bit with the unbroken run: parameters, optimizer state,
 data-iterator state and all rows of metrics.jsonl less their timings. Expect a line a
 kill and at last "20 of 20 ended bit-identical", in about three minutes on two cores;
 exit code 1 if one differs. With `--into` a stopped night goes on where it was.
@@ -178,7 +178,7 @@ def _ends(root: Path, options: Options) -> dict[str, str]:
         name = f"killed-{number}"
         shutil.rmtree(root / name, ignore_errors=True)
         seen, moment = _kill(
-            root, name, random.Random(key), while_saving=number % 2 == 0
+            root, name, random.Random(key), while_saving=number % 2 == 1
         )
         resumed = finish(start(root, name), name)
         differs = difference(contents(root / name), whole)

@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).with_name("kill_and_resume.py")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs of two kills late enough to resume, and what was printed."""
+    """The runs of a kill in a save, and what was printed."""
     root = tmp_path_factory.mktemp("kills")
-    words = ["--kills", "2", "--directory", str(root)]
-    # Each of the five processes compiles for itself, as a user's does; only not well.
+    words = ["--kills", "1", "--directory", str(root)]
+    # Each of the three processes compiles for itself, as a user's does; only not well.
     done = subprocess.run(
         [sys.executable, SCRIPT, *words],
         env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
@@ -33,10 +33,9 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_the_same_bits(runs):
     _, done = runs
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:3]] == [["kill", "1"], ["kill", "2"]]
-    assert all("; bit-identical (" in line for line in lines[1:3])
-    assert all("resuming at step" in line for line in lines[1:3])
-    assert lines[3:] == ["2 of 2 ended bit-identical"]
+    assert lines[1].startswith("kill  1 in a save, ")
+    assert "resuming at step" in lines[1] and "; bit-identical (" in lines[1]
+    assert lines[2:] == ["1 of 1 ended bit-identical"]
 
 
 @pytest.mark.slow

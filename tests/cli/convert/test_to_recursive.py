@@ -61,6 +61,7 @@ def test_a_whole_rank_is_the_model_and_comes_back(base, tmp_path):
     np.testing.assert_allclose(logits(back), logits(base / "base"), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_mixers_of_rat_come_back_and_are_exported_written_out(base, tmp_path):
     looped, back = tmp_path / "looped", tmp_path / "back"
     options = ("--loops", "2", "--rank", "99", "--no-tie-norms")

@@ -76,6 +76,7 @@ def test_without_a_file_it_is_the_validation_split_of_the_run(finished):
     assert got["bytes"] == pytest.approx(whole / 10, abs=2)
 
 
+@pytest.mark.slow
 def test_a_latent_memory_of_documents_has_no_exact_figure(tmp_path):
     """The objective tells a row's documents apart, and the exact recurrence cannot."""
     latent = tmp_path / "latent"

@@ -7,7 +7,7 @@ from tests.pallas_kernels.laws import OracleCase
 from tests.pallas_kernels.selective_scan.test_selective_scan import TestLaws as Laws
 from tests.tolerances import assert_values_close
 
-pytestmark = pytest.mark.usefixtures("interpreted_launches")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("interpreted_launches")]
 ONE = {"blocks": BlockSizes()}
 STRETCHES = {"blocks": BlockSizes(channels=8, backward_channels=8, stretch=16)}
 # Kernels of more than two positions per turn, and rows of stretches that are not full.

@@ -251,8 +251,8 @@ def test_rows_leave_all_at_once_as_texts_do_token_by_token():
     "config",
     [
         pytest.param(EARLY, id="states"),
-        pytest.param(WINDOWS, id="windows", marks=pytest.mark.slow),
-        pytest.param(MIXED, id="mamba", marks=pytest.mark.slow),
+        pytest.param(WINDOWS, id="windows", marks=pytest.mark.sweep),
+        pytest.param(MIXED, id="mamba", marks=pytest.mark.sweep),
         pytest.param(small(RT, RNN, loops=3), id="rt", marks=pytest.mark.slow),
     ],
 )

@@ -30,6 +30,7 @@ from recurjax.variants.relaxed_recursive_transformer.objectives import (
 )
 from tests.compiling import QUICK_COMPILE
 from tests.laws import draw_ids
+from tests.marks import slow_except
 from tests.plan.small_experiments import experiment
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.training import tiny_experiment
@@ -120,13 +121,15 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "chunks"),
-    [("both", 3)]
-    + [
-        pytest.param(name, chunks, marks=pytest.mark.slow)
-        for name in CASES
-        for chunks in (1, 3)
-        if (name, chunks) != ("both", 3)
-    ],
+    slow_except(
+        ["both-3"],
+        [
+            pytest.param(name, chunks, id=f"{name}-{chunks}")
+            for name in CASES
+            for chunks in (1, 3)
+        ],
+        slow=["both-1", *(f"{name}-3" for name in CASES)],
+    ),
 )
 def test_losses_and_gradients_are_those_of_dense_tables(name, chunks, batch):
     objective = replace(CASES[name], vocabulary_chunks=chunks)
