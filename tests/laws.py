@@ -138,7 +138,8 @@ class StackLaws:
       build: makes a model with all weights away from their neutral start.
       slow: names that `make test-slow` runs.
       first: the name for which `make test` also compiles what a law needs for itself
-        (`own_program`: gradients, another dtype); those of `slow` names are a sweep.
+        (`own_program`: gradients, another dtype); those of `slow` names are a sweep,
+        and of all others where a law is `own_program(dear=True)`.
     """
 
     models: Mapping[str, ModelConfig]
@@ -156,13 +157,15 @@ class StackLaws:
 
     def pytest_generate_tests(self, metafunc):
         if "switch" in metafunc.fixturenames:
-            own = metafunc.definition.get_closest_marker("own_program") is not None
+            own = metafunc.definition.get_closest_marker("own_program")
 
             def marks(name: str) -> list[pytest.MarkDecorator]:
-                if own and name in self.slow:
-                    return [pytest.mark.sweep]
-                slow = name != self.first if own else name in self.slow
-                return [pytest.mark.slow] if slow else []
+                if own is None:
+                    return [pytest.mark.slow] if name in self.slow else []
+                if name == self.first:
+                    return []
+                rare = name in self.slow or own.kwargs.get("dear", False)
+                return [pytest.mark.sweep if rare else pytest.mark.slow]
 
             names = [pytest.param(name, marks=marks(name)) for name in self.models]
             # The scope brings all laws of a model together.
@@ -192,7 +195,7 @@ class StackLaws:
         np.testing.assert_array_equal(other[:, :8], whole[:, :8])
         assert np.all(np.any(other[:, 8:] != whole[:, 8:], axis=-1))
 
-    @pytest.mark.own_program
+    @pytest.mark.own_program(dear=True)
     def test_the_states_of_its_layers_end_in_the_whole(self, model, ids, whole):
         tokens = tokens_of(ids)
         states = list(model.stack.layer_states(model.embed(tokens.ids), tokens))
@@ -220,7 +223,7 @@ class StackLaws:
         np.testing.assert_array_equal(for_x[1], 0)
         assert np.any(for_x[0, 8]) and np.any(for_x[0, 7])
 
-    @pytest.mark.own_program
+    @pytest.mark.own_program(dear=True)
     def test_gradients_pass_through_a_cache(self, model, ids):
         width = model.config.stack.width
         weights = np.zeros((B, T, width), np.float32)

@@ -15,7 +15,7 @@ PASSES = ("forward", "forward_backward", "train_step", "distilled_step", "decode
 SIZES = {"B": 1, "T": 8, "D": 8, "L": 6, "V": 8}
 
 
-@pytest.mark.slow  # Two of the four models: each has six programs to compile.
+@pytest.mark.sweep  # Two of the four models: each has six programs to compile.
 def test_every_pass_has_a_row(unoptimized, monkeypatch):
     stacks = bench.stacks(SIZES)
     two = {name: stacks[name] for name in ("transformer", "rank64")}

@@ -10,6 +10,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.scorer import Pair, Scorer, bucket, rolling
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.types import Tokens
+from tests.marks import slow_except
 from tests.tolerances import TOLERANCES
 from tests.variants.latent_recurrent_transformer import switches as latent
 from tests.variants.rat import switches as rat
@@ -95,7 +96,11 @@ def test_the_likeliest_continuation_is_greedy(model):
     assert [s.greedy for s in Scorer(model=model, rows=4)(pairs)] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    slow_except((), ROOMS, slow=["rat", "recurrent_transformer"]),
+    indirect=True,
+)
 def test_devices_give_the_numbers_of_one(model):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     pairs = pairs_of(model)

@@ -196,6 +196,7 @@ def test_relaxed_recursive_transformers_from_gemma(place, quick_compilation):
     )
 
 
+@pytest.mark.sweep
 def test_relaxed_recursive_transformers_from_pythia(place, quick_compilation):
     """Its tables have more rows than its tokenizer has tokens."""
     paper = "relaxed_recursive_transformer"

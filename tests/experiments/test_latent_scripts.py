@@ -75,7 +75,7 @@ def test_the_small_set_trains_and_goes_on(script, tmp_path, capsys):
     assert (tmp_path / "base_2x" / "log").read_text().count("step 2/2") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_cost_of_a_refinement_is_tabled(script, capsys):
     assert script("refinement_cost").main() == 0
     lines = capsys.readouterr().out.splitlines()

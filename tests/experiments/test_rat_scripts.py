@@ -97,7 +97,7 @@ def test_the_papers_tables_are_whole(script):
     assert paper["forward", "rat128", None, 65536] == "46.67"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_small_set_trains_resumes_and_reads_on(script, capsys, tmp_path):
     """Two models, two steps; then the loss by position of the same runs."""
     small = script("rat_shakespeare")
@@ -156,7 +156,7 @@ def test_throughputs_prefill_in_pieces_is_the_whole(script, monkeypatch):
     assert last.tolist() == whole.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_latency_writes_every_cell(script, tmp_path):
     words = ["--tiny", "--out", str(tmp_path), "--lengths", "64", "--tokens", "128"]
     words += ["--batches", "1", "2", "--repeats", "1"]
