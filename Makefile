@@ -28,7 +28,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(8, os.cpu_count() o
 # Neighbours share compiled programs: each process takes its part of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all test-torch test-python312 test-lowering compilers docs docs-notebooks format clean
+.PHONY: quickstart test lint test-slow test-all test-torch test-python312 test-lowering compilers fetched docs docs-notebooks format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -49,7 +49,8 @@ TORCH_TESTS := tests/convert/test_to_torch.py tests/convert/test_auto_model.py \
   tests/convert/test_peft.py tests/pallas_kernels/gated_scan/test_triton_values.py \
   tests/pallas_kernels/selective_scan/test_triton_values.py
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
-test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
+TORCH_FETCHED := $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
+test-torch: $(VENV)/.installed-test $(TORCH_FETCHED)
 	RECURJAX_TEST_SHAPES=0 RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) -m "torch and not sweep" $(TORCH_TESTS)
 
 # What constraints.txt pins for Python 3.12. The compilers in .compilers belong to the jax
@@ -79,6 +80,9 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What CI fetches beside the tests' environment.
+fetched: compilers $(TORCH_FETCHED)
 
 # Apart from the environment: their plugins would disturb every start on a CPU.
 # What is there in the constraints' versions stays: it takes minutes to fetch.

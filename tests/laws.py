@@ -137,6 +137,7 @@ class StackLaws:
       models: configs by name; ids are drawn below their vocabulary.
       build: makes a model with all weights away from their neutral start.
       slow: names that `make test-slow` runs.
+      rare: names that are a sweep.
       first: the name for which `make test` also compiles what a law needs for itself
         (`own_program`: gradients, another dtype); those of `slow` names are a sweep,
         and of all others where a law is `own_program(dear=True)`.
@@ -145,6 +146,7 @@ class StackLaws:
     models: Mapping[str, ModelConfig]
     build: Callable[[ModelConfig], Decoder]
     slow: frozenset[str] = frozenset()
+    rare: frozenset[str] = frozenset()
     first: str
 
     def documents(self, config: ModelConfig) -> int | None:
@@ -160,6 +162,8 @@ class StackLaws:
             own = metafunc.definition.get_closest_marker("own_program")
 
             def marks(name: str) -> list[pytest.MarkDecorator]:
+                if name in self.rare:
+                    return [pytest.mark.sweep]
                 if own is None:
                     return [pytest.mark.slow] if name in self.slow else []
                 if name == self.first:
@@ -236,7 +240,7 @@ class StackLaws:
         _, after = run(model, ids, before)
         chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
 
-    @pytest.mark.own_program
+    @pytest.mark.own_program(dear=True)
     def test_prefill_of_whole_rows_equals_training(self, model, ids, whole):
         """Without `lengths`, in one call; with them it is among the cuts below."""
         prefilled, _ = run(model, ids, model.init_cache(B, T))

@@ -8,7 +8,7 @@ from tests.training.compilation import unoptimized
 __all__ = ["unoptimized"]
 
 
-@pytest.mark.slow  # Thirteen programs to compile.
+@pytest.mark.sweep
 def test_every_schedule_and_pass_has_a_row(unoptimized, monkeypatch):
     sizes = {"B": 1, "T": 8, "D": 8, "L": 1, "V": 8}
     monkeypatch.setattr(bench, "SMALL", sizes)

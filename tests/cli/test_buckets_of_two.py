@@ -22,6 +22,7 @@ def whole(quick_compilation, tmp_path_factory):
     return folder / "runs" / "tiny"
 
 
+@pytest.mark.sweep
 def test_two_processes_resume_from_parts_bit_for_bit(
     whole, quick_compilation, tmp_path
 ):

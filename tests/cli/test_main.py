@@ -119,7 +119,9 @@ def run_unread(*words):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("words", [("--version",), ("plan", "--help")])
+@pytest.mark.parametrize(
+    "words", [("--version",), pytest.param(("plan", "--help"), marks=pytest.mark.sweep)]
+)
 def test_a_reader_that_stops_reading_is_no_error(words):
     """As `recurjax ... | head -1` does, whether the text fills the pipe or not."""
     assert run_unread(*words) == (141, "")

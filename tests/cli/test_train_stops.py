@@ -41,7 +41,10 @@ def signalled(monkeypatch):
 
 @pytest.mark.parametrize(
     "number, code, word",
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 0, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 0, "terminated", marks=pytest.mark.sweep),
+    ],
 )
 def test_a_signal_saves_says_where_and_the_same_command_resumes(
     finished, signalled, monkeypatch, tmp_path, number, code, word

@@ -28,7 +28,10 @@ ROOMS = {
 T = 24
 
 
-@pytest.fixture(scope="module", params=ROOMS)
+QUICK = ("rat", "latent_recurrent_transformer", "recurformer")
+
+
+@pytest.fixture(scope="module", params=slow_except(QUICK, ROOMS, slow=()))
 def model(request):
     return transformer.build(next(iter(ROOMS[request.param].SWITCHES.values())))
 

@@ -36,7 +36,7 @@ def saved(folder, memory):
     return str(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_as_many_sweeps_as_tokens_are_exact(script, tmp_path, capsys):
     sweeps = script("prefill_sweeps")
     run = saved(tmp_path / "latent", MemoryConfig(sources=(1,)))

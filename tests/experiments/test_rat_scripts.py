@@ -127,7 +127,7 @@ def test_the_small_set_trains_resumes_and_reads_on(script, capsys, tmp_path):
     assert "| run | 0 to 255 | 256 to 511 |" in said
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_throughput_fills_caches_and_generates(script, tmp_path):
     words = ["--tiny", "--lengths", "48", "--new", "8", "--most", "2"]
     words += ["--models", "rat16_swa", "rnn", "--json", str(tmp_path / "out.json")]

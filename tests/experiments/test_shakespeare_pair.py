@@ -79,7 +79,7 @@ def test_results_of_other_settings_are_refused(script, tmp_path):
         script.main(["--steps", "8", "--directory", str(tmp_path)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_script_trains_as_the_trainer_does_and_goes_on(script, tmp_path, capsys):
     words = [*TRIAL, "--directory", str(tmp_path)]
     assert script.main(words) == 0

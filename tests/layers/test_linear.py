@@ -117,7 +117,11 @@ def test_only_one_token_a_row_on_a_gpu_is_kept_apart():
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "variant",
-    slow_except(("transformer", "recurrent_transformer"), [*VARIANTS, "recurformer"]),
+    slow_except(
+        ("transformer", "recurrent_transformer"),
+        [*VARIANTS, "recurformer"],
+        slow=["rat"],
+    ),
 )
 def test_a_model_s_decode_step_is_the_same_for_a_gpu(variant, rows):
     with all_compiled_quickly():

@@ -74,7 +74,7 @@ def alone(quick_compilation, tmp_path_factory):
     return finished_tiny_run(tmp_path_factory)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes_make_the_losses_of_one(pair_run, alone):
     run, said = pair_run
     assert f"finished at step 12: {run}" in said[0]
@@ -87,7 +87,7 @@ def test_two_processes_make_the_losses_of_one(pair_run, alone):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_what_two_processes_saved_they_resume(pair_run, quick_compilation, tmp_path):
     run = shutil.copytree(pair_run[0], tmp_path / "tiny")
     shutil.rmtree(run / "checkpoints" / "12")

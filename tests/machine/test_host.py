@@ -35,7 +35,7 @@ def run(program, environment):
 @pytest.mark.parametrize(
     ("flags", "reading"),
     [
-        ("", False),
+        pytest.param("", False, marks=pytest.mark.sweep),
         ("", True),
         (f"{PRODUCTS}=dot --xla_gpu_enable_command_buffer=-FUSION", True),
     ],
@@ -73,7 +73,11 @@ print(before, jax.device_count())
 
 @_OF_TWO_CORES
 @pytest.mark.parametrize(
-    ("count", "given", "expected"), [(2, {}, 2), (2, {"JAX_NUM_CPU_DEVICES": "1"}, 1)]
+    ("count", "given", "expected"),
+    [
+        pytest.param(2, {}, 2, marks=pytest.mark.sweep),
+        (2, {"JAX_NUM_CPU_DEVICES": "1"}, 1),
+    ],
 )
 def test_a_mesh_has_its_devices_unless_their_number_is_given(count, given, expected):
     said = run(_DEVICES.format(count=count), _CLEARED | given)

@@ -179,7 +179,7 @@ def test_a_notebook_runs_quietly_to_its_end_and_shows_what_it_promises(
     assert max(map(float, differences), default=0) < 1e-4, text
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_first_cells_install_a_clone_on_a_bare_colab(
     kernel, tmp_path, tmp_path_factory, monkeypatch
 ):

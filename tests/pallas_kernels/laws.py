@@ -54,6 +54,10 @@ class OracleCase(NamedTuple):
         """Returns the case as a parameter that only `-m slow` runs."""
         return pytest.param(self, marks=SLOW, id=str(self))
 
+    def sweep(self) -> Any:
+        """Returns the case as a parameter that only a sweep runs."""
+        return pytest.param(self, marks=pytest.mark.sweep, id=str(self))
+
     def __str__(self) -> str:
         messages = [f"{name}={value}" for name, value in self.switches.items()]
         return " ".join([self.backend, f"T={self.length}", *messages, self.dtype])

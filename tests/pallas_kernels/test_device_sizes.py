@@ -42,7 +42,13 @@ def test_products_of_a_recurrent_layer_on_a_gpu_are_split():
     assert launch.split(LAYER.width, LAYER.inner, 1)[1] > 1
 
 
-@pytest.mark.parametrize("backend", [prefill_gpu, prefill_tpu], ids=["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(prefill_gpu, id="gpu", marks=pytest.mark.sweep),
+        pytest.param(prefill_tpu, id="tpu"),
+    ],
+)
 def test_a_recurrent_layer_is_the_reference_s(backend):
     options = {"interpret": True, "blocks": BlockSizes(), "tile": None}
     run = layer_cases.both_passes(backend, LAYER, **options)

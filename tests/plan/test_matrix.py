@@ -74,7 +74,9 @@ def test_each_variant_compiles_with_its_kernels_into_its_memory():
 
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "tensor"])
+@pytest.mark.parametrize(
+    "axis", [pytest.param("data", marks=pytest.mark.sweep), "tensor"]
+)
 def test_decoding_on_two_gpus_sends_no_cache(axis):
     """The layout that chunks' ends keep there gathered them at every token."""
     rows, length, chunk = 8, 4096, 16
@@ -93,14 +95,8 @@ def test_decoding_on_two_gpus_sends_no_cache(axis):
     )
 
 
-def in_rows(first: int) -> pytest.MarkDecorator:
-    """Runs a test for each variant with 8 rows and with one.
-
-    `make test-slow` takes every second variant, from number `first` on, with 8 rows and
-    one in turns: between them the two compilers meet each variant, and each compiler
-    meets both numbers. The rest is a sweep.
-    """
-    taken = list(zip(list(MOST_BYTES)[first::2], (8, 1, 8), strict=True))
+def in_rows(*taken: tuple[str, int]) -> pytest.MarkDecorator:
+    """Runs a test for each variant with 8 rows and with one; all but `taken` sweep."""
     cases = [
         (variant, rows, (variant, rows) in taken)
         for variant in MOST_BYTES
@@ -130,7 +126,7 @@ MOST_BYTES = {
 
 @needs_compilers
 @pytest.mark.slow
-@in_rows(0)
+@in_rows(("latent_recurrent_transformer", 1))
 def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
     """Of a full stack, with the head and the most costly way to draw a token.
 
@@ -158,7 +154,7 @@ MOST_BYTES_ON_TPU = {
 
 @needs_compilers
 @pytest.mark.slow
-@in_rows(1)
+@in_rows()
 def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant, rows):
     """Left to XLA eight rows moved up to 1.43 times them (LRT), 1.86 with two loops,
     a single one up to 1.72 (Recurrent Transformer)."""

@@ -237,7 +237,9 @@ def test_a_mesh_that_does_not_divide_is_refused_by_the_child():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["evaluate", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "program", ["evaluate", pytest.param("prefill", marks=pytest.mark.sweep), "decode"]
+)
 def test_the_other_programs_are_planned_too(program):
     topology = parse_topology("cpu:2")
     plan = make_plan(tiny_experiment.config(), topology, program)
@@ -250,7 +252,7 @@ def test_the_other_programs_are_planned_too(program):
     assert 0.5 * own < counted < 2.5 * own
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_tick_is_planned_as_one_pass_of_the_block():
     run = small_experiments.experiment("relaxed_recursive_transformer", "float32")
     sizes = {"rows": 4, "length": 128}

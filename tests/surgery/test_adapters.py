@@ -15,6 +15,7 @@ from recurjax.training.config import ADAPTER_PARAMETERS, AdapterConfig, parse_ad
 from recurjax.training.step import trained_part, whole_model
 from recurjax.types import Tokens
 from tests.laws import B, draw_ids, in_pieces, quick, run
+from tests.marks import slow_except
 from tests.tolerances import assert_values_close
 from tests.variants.latent_recurrent_transformer import switches as latent
 from tests.variants.rat import switches as rat
@@ -76,13 +77,9 @@ def plain_logits(model):
     return run(model, ids, model.init_cache(B, 0))[0]
 
 
-EVERY = [
-    # Recurrences through a layer take long to compile, the memory's gradient longest.
-    pytest.param(name, marks=pytest.mark.slow)
-    if name.startswith(("latent", "rt_in"))
-    else name
-    for name in VARIANTS
-]
+EVERY = slow_except(
+    ("transformer", "rat"), VARIANTS, slow=["latent_recurrent_transformer"]
+)
 
 
 @pytest.fixture(params=EVERY)

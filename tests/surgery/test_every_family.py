@@ -78,7 +78,7 @@ def row(name: str, model: Decoder, ids: jax.Array, rank: int) -> list[str]:
 
 QUICK = ("hf/llama", "hf/gemma2", "hf/gpt_neox")
 """One family of each kind of layer."""
-SLOW = ("hf/gpt2", "hf/gemma3", "hf/phi3")
+SLOW = ("hf/gemma3",)
 """Of the others those with the most of their own."""
 
 

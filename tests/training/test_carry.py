@@ -100,8 +100,7 @@ MODELS = {
         ONE_PASS,
     ),
 }
-QUICK = ("rt", "lrt, chunks", "rat", "rnn", "recurformer")
-SLOW = ("lrt, chunks, reset", "rat, mamba and rt", "rrt", "transformer")
+QUICK = ("rt", "lrt, chunks", "rat")
 
 
 class LongRows:
@@ -143,7 +142,7 @@ def start(model, *, carry=CARRY, parts=1, rate=0.0, spikes=None, train_only=None
     return state, partial(train_step, optimizer=optimizer, carry=carry, **options)
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, MODELS, slow=SLOW))
+@pytest.mark.parametrize("name", slow_except(QUICK, MODELS, slow=()))
 def test_steps_of_a_frozen_model_have_the_losses_of_the_long_rows(name):
     build, model, objective = MODELS[name]
     model, rows = build(model), LongRows(model.vocabulary, CARRY * T)
@@ -322,7 +321,7 @@ def train(root, *, stop_at_poll=None):
         return loop.train(carrying(), root, console=console)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_killed_inside_its_rows_goes_on_bit_for_bit(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(whole)
@@ -354,6 +353,7 @@ def first_steps(experiment, root, monkeypatch, devices):
     return losses, state
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sharded_rows_carry_the_same_cache(accumulation, tmp_path, monkeypatch):
     one = carrying()

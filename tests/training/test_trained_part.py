@@ -70,7 +70,7 @@ def test_a_run_stopped_on_the_way_and_resumed_is_the_same(quick_compilation, tmp
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_the_trained_part_moves_as_under_optaxs_masks(parts):
     """Without clipping, freezing by masks of the full gradient gives the same."""
     model = drawn(config().model, scale=0.2)
@@ -107,7 +107,10 @@ def test_the_trained_part_moves_as_under_optaxs_masks(parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [AdamW(learning_rate=1e-2), MuonAdamW()])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(AdamW(learning_rate=1e-2), marks=pytest.mark.sweep), MuonAdamW()],
+)
 def test_every_mesh_trains_the_same_part(
     optimizer, tmp_path, monkeypatch, quick_compilation
 ):

@@ -37,7 +37,7 @@ def tried(into: Path, most: int) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_fault_at_a_write_loses_nothing_and_a_stopped_night_goes_on(tmp_path):
     into = tmp_path / "faults.json"
     assert tried(into, 3).startswith("prepare: 3 of 3 faults lose nothing, ")

@@ -4,7 +4,7 @@ from recurjax.errors import UserError
 from tests.trials import kill_and_prepare
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_data_killed_while_it_is_prepared_ends_with_the_same_bytes(capsys):
     assert kill_and_prepare.main(["--kills", "2", "--megabytes", "0.6"]) == 0
     lines = capsys.readouterr().out.splitlines()

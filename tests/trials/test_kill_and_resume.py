@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
     return root, done
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_killed_at_any_moment_and_resumed_ends_with_the_same_bits(runs):
     _, done = runs
     assert (done.returncode, done.stderr) == (0, ""), done

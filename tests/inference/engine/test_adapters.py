@@ -30,6 +30,7 @@ from tests.inference.engine.models import (
     finish,
     use_prefix_cache,
 )
+from tests.marks import slow_except
 
 ADAPTERS = ("lora:2:3", "rslora:3:8:v,out")
 """Of two ranks and scales, on different matrices."""
@@ -69,15 +70,15 @@ def greedy(model) -> list[int]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "transformer",
-        "recurrent_transformer",
-        pytest.param("recurformer", marks=pytest.mark.slow),
-        pytest.param("rat", marks=pytest.mark.slow),
-        pytest.param("rat_mamba_and_rt", marks=pytest.mark.slow),
-        pytest.param("latent_recurrent_transformer", marks=pytest.mark.slow),
-        pytest.param("relaxed_recursive_transformer", marks=pytest.mark.slow),
-    ],
+    params=slow_except(
+        ("transformer", "recurrent_transformer"),
+        [
+            *("transformer", "recurrent_transformer", "recurformer", "rat"),
+            *("rat_mamba_and_rt", "latent_recurrent_transformer"),
+            "relaxed_recursive_transformer",
+        ],
+        slow=["latent_recurrent_transformer"],
+    ),
 )
 def several(request):
     """An engine of a base with two adapters, and the tokens of the three models."""

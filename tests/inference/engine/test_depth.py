@@ -39,6 +39,7 @@ from tests.inference.engine.models import (
     interleave,
 )
 from tests.inference.oracle import early_text, tokens_of
+from tests.marks import slow_except
 from tests.training.compilation import quick_compilation
 from tests.variants.relaxed_recursive_transformer.switches import (
     NEOX,
@@ -262,11 +263,7 @@ def test_100_verified_texts_are_the_full_models(verifier):
     assert 0 < sum(guessed) < len(guessed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    SLOW,
-)
+@pytest.mark.parametrize("name", slow_except((), SLOW, slow=["propagate"]))
 def test_tokens_and_loops_are_those_of_one_row_at_a_time(name):
     engine, whole = depth_engine(name), WAYS[name][0].stack.loops
     requests = draw_requests(VOCABULARY, 9)
@@ -285,7 +282,9 @@ def test_tokens_and_loops_are_those_of_one_row_at_a_time(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", INTERLEAVINGS)
-@pytest.mark.parametrize("kind", ["quick", "verifier"])
+@pytest.mark.parametrize(
+    "kind", ["quick", pytest.param("verifier", marks=pytest.mark.sweep)]
+)
 def test_random_interleavings_change_no_token(kind, seeds, request):
     engine = request.getfixturevalue(kind)
     requests = draw_requests(VOCABULARY, 8)

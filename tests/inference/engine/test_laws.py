@@ -27,6 +27,7 @@ from tests.inference.engine.models import (
     use_prefix_cache,
 )
 from tests.inference.oracle import tokens_of
+from tests.marks import slow_except
 
 QUICK = ("rnn", "transformer")
 """Variants that a test with two programs of its own runs for, unless slow."""
@@ -77,10 +78,7 @@ def test_neighbours_and_slots_change_no_token_and_nothing_is_compiled(variant):
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in VARIANTS
-    ],
+    slow_except(QUICK, VARIANTS, slow=["latent_recurrent_transformer"]),
     indirect=True,
 )
 def test_prompts_read_together_have_the_tokens_that_they_have_alone(variant):
@@ -132,6 +130,11 @@ def test_submitting_and_cancelling_at_random_changes_no_token(variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    slow_except(("rat", "recurrent_transformer"), VARIANTS, slow=()),
+    indirect=True,
+)
 @pytest.mark.parametrize("seeds", INTERLEAVINGS)
 def test_random_interleavings_change_no_token(variant, seeds):
     _, _, engine, requests, expected = variant

@@ -104,8 +104,12 @@ CASES_TO_COMPILE = "tests.layers.attention.compile_cases"
     ("target", "case", "kernel"),
     [
         ("v5e:2x2", "packed_rows_with_alibi", "tpu_custom_call"),
-        ("v6e:2x2", "capped_window", "tpu_custom_call"),
-        ("h100", "packed_rows", "__gpu$xla.gpu.triton"),
+        pytest.param(
+            "v6e:2x2", "capped_window", "tpu_custom_call", marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            "h100", "packed_rows", "__gpu$xla.gpu.triton", marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_training_compiles_for_accelerators_in_memory_of_t(target, case, kernel):

@@ -38,7 +38,7 @@ def test_heads_of_a_group_shared_out_give_the_same_gradient():
     assert_is_the_definition(passes, Case(37))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gradients_are_finite_differences():
     """The trap: a merge through a library's lse-sum-exp has a wrong gradient."""
     case = Case(7, batch=1, heads=2, groups=1)

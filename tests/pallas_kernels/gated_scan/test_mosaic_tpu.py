@@ -27,10 +27,18 @@ def test_gradients_are_the_slopes_of_the_values():
 @pytest.mark.parametrize(
     "case, blocks",
     [
-        (Case(positions=21, lengths=True, widths=(256, 128)), BLOCKS),
-        (Case(positions=36, chunk=4, widths=(256, 128), head=64), CHUNKS),
+        pytest.param(
+            Case(positions=21, lengths=True, widths=(256, 128)),
+            BLOCKS,
+            id="a sequence",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            Case(positions=36, chunk=4, widths=(256, 128), head=64),
+            CHUNKS,
+            id="chunks that queries read",
+        ),
     ],
-    ids=["a sequence", "chunks that queries read"],
 )
 def test_the_tpu_s_own_semantics_find_no_race(case, blocks):
     interpret = pltpu.InterpretParams(detect_races=True)

@@ -19,6 +19,7 @@ from pallas_kernels.gated_scan import (
 )
 from pallas_kernels.gated_scan.queries import pull_back
 from tests.compiling import QUICK_COMPILE
+from tests.marks import slow_except
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
     check,
@@ -38,7 +39,7 @@ CASES = {
     "xla, bfloat16": (xla, SMALL._replace(dtype="bfloat16"), {}),
     "mosaic_tpu": (mosaic_tpu, WIDE._replace(lengths=True), MOSAIC),
 }
-SLOW_CASES = {
+RARE_CASES = {
     "mosaic_tpu, every channel its own": (
         mosaic_tpu,
         WIDE._replace(widths=(256, 256), head=128, starts=True, logits=False),
@@ -65,10 +66,11 @@ SLOW_CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=SLOW) for name in SLOW_CASES)]
+    "name",
+    slow_except(CASES, CASES | RARE_CASES, slow=["mosaic_tpu, linked: read apart"]),
 )
 def test_values_and_gradients_are_those_of_the_definition(name):
-    backend, case, options = (CASES | SLOW_CASES)[name]
+    backend, case, options = (CASES | RARE_CASES)[name]
     check(backend, case, **options)
 
 

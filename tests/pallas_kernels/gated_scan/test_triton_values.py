@@ -77,7 +77,10 @@ SLOW_CASES = {
     "read apart: heads of 8": (SMALL._replace(head=8), {}),
 }
 
-RARE = {"1,000 positions", "bfloat16", "rows of 70 sequences"}
+RARE = {
+    *("1,000 positions", "1,000 positions in chunks", "bfloat16", "chunks, bfloat16"),
+    *("64 positions", "one position of a chunk", "rows of 70 sequences"),
+}
 """A sweep, because other cases join each with something else."""
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.absent_compilers import COMPILERS, ask
+from tests.marks import slow_except
 
 CASES = "tests.pallas_kernels.recurrent_prefill.compile_cases"
 MOST_KERNELS = 6
@@ -29,14 +30,12 @@ def positions_loops(summary: dict) -> list[list[str]]:
     ]
 
 
-SLOW = [
-    pytest.param(case, marks=pytest.mark.slow)
-    for case in ("gpu_small_batch", "gpu_wavefront")
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["gpu_forward", *SLOW])
+@pytest.mark.parametrize(
+    "case",
+    slow_except(
+        (), ["gpu_forward", "gpu_small_batch", "gpu_wavefront"], slow=["gpu_forward"]
+    ),
+)
 def test_a_position_forward_on_h100_takes_at_most_6_kernels(case):
     (launched,) = positions_loops(compiled("h100", case))
     assert sum(TRITON in name for name in launched) == 5
@@ -53,13 +52,8 @@ def test_a_position_backward_on_h100_takes_at_most_9_kernels():
     assert len(backward) <= 9, backward
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("v5e:2x2", marks=pytest.mark.slow),
-        pytest.param("v6e:2x2", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
 def test_a_whole_layer_compiles_into_one_kernel_for(target):
     summary = compiled(target, "tpu_forward")
     assert "tpu_custom_call" in summary["custom_calls"]
@@ -70,14 +64,14 @@ def test_a_whole_layer_compiles_into_one_kernel_for(target):
     ("target", "case"),
     [
         # At the paper's width where there is least VMEM.
-        pytest.param("v5p:2x2x1", "tpu_training", marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x1", "tpu_training", marks=pytest.mark.sweep),
         # With as many rows as a program may have.
         pytest.param("v5e:2x2", "tpu_large_training", marks=pytest.mark.sweep),
         # Of a width that leaves a program few rows.
         pytest.param("v5e:2x2", "tpu_wide_training", marks=pytest.mark.sweep),
         pytest.param("v5e:2x2", "tpu_narrow_training", marks=pytest.mark.slow),
-        pytest.param("v5e:2x2", "tpu_documents", marks=pytest.mark.slow),
-        pytest.param("v5e:2x2", "tpu_rotated", marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", "tpu_documents", marks=pytest.mark.sweep),
+        pytest.param("v5e:2x2", "tpu_rotated", marks=pytest.mark.sweep),
         pytest.param("v5p:2x2x1", "tpu_rotated", marks=pytest.mark.sweep),
         pytest.param("v6e:2x2", "tpu_rotated", marks=pytest.mark.sweep),
         pytest.param("v5p:2x2x1", "tpu_documents", marks=pytest.mark.sweep),
@@ -91,14 +85,8 @@ def test_training_compiles_for(target, case):
     assert "tpu_custom_call" in summary["custom_calls"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("v5e:2x2", marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x1", marks=pytest.mark.sweep),
-        pytest.param("v6e:2x2", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_cache_to_fill_compiles_for(target):
     summary = compiled(target, "tpu_cache")
     assert "tpu_custom_call" in summary["custom_calls"]

@@ -24,6 +24,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.xla import backend as xla
 from pallas_kernels.target import LEAST_VMEM, MOST_VMEM
+from tests.marks import slow_except
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     both_passes,
@@ -75,7 +76,7 @@ def test_values_and_gradients_are_the_reference_s():
 
 # More heads than fit a register's 128 lanes side by side: 2 + 2 and 3 + 1 of them. The
 # second tile reads the first through them, each head with its own slope.
-@pytest.mark.parametrize("head_width", [64, 40])
+@pytest.mark.parametrize("head_width", [pytest.param(64, marks=pytest.mark.sweep), 40])
 def test_heads_of_several_groups_are_the_reference_s(head_width):
     case = Case(positions=19, heads=4, key_heads=4, head_width=head_width)
     assert_values_close(values(mosaic_tpu, case), reference_values(case))
@@ -91,7 +92,7 @@ def test_a_prefix_of_several_chunks_is_the_reference_s(alibi):
 
 # Three programs of 64 rows, the last one mostly empty: rows go in blocks, pairs to HBM
 # and back.
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_batch_that_is_no_multiple_of_the_rows_is_the_reference_s():
     case = Case(positions=18, batch=130)
     sizes = LayerSizes.of(*case.inputs()[:2], case.spec)
@@ -105,7 +106,7 @@ def test_gradients_over_several_spans_are_the_reference_s():
     check_values_and_gradients(Case(positions=SPAN + 35, batch=1))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gradients_of_several_groups_are_the_reference_s():
     check_values_and_gradients(Case(positions=19, heads=4, key_heads=4, head_width=40))
 
@@ -117,7 +118,7 @@ def test_gradients_of_several_groups_are_the_reference_s():
     "changes",
     [
         {},
-        pytest.param({"key_heads": 1}, marks=pytest.mark.slow),
+        pytest.param({"key_heads": 1}, marks=pytest.mark.sweep),
         pytest.param({"rope_width": 16, "alibi": None}, marks=pytest.mark.slow),
     ],
     ids=["", "grouped", "rotated"],
@@ -187,8 +188,15 @@ def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"key_heads": 1}, {"rope_width": 16}],
-    ids=["", "grouped", "rotated"],
+    slow_except(
+        (),
+        [
+            pytest.param({}, id="plain"),
+            pytest.param({"key_heads": 1}, id="grouped"),
+            pytest.param({"rope_width": 16}, id="rotated"),
+        ],
+        slow=["grouped"],
+    ),
 )
 def test_gradients_reach_a_filled_cache_as_on_the_xla_path(changes):
     case = PLAIN._replace(positions=21, **changes)
@@ -201,7 +209,7 @@ def test_rotated_heads_are_the_reference_s():
     check_values_and_gradients(case)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case",
     [
@@ -229,7 +237,7 @@ def test_documents_over_several_chunks_are_the_reference_s():
     check_documents(Case(positions=2 * CHUNK + 59, alibi=None), lengths)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_documents_of_several_groups_are_the_reference_s():
     case = Case(positions=35, heads=4, key_heads=2, head_width=40)
     check_documents(case, [(3, 20, 12), (18, 17)])
@@ -281,7 +289,7 @@ def check_values_and_gradients(case: Case) -> None:
     assert_gradients_close(gradients, want, case.dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_tpu_s_own_semantics_find_no_race():
     case = PLAIN._replace(positions=17)
     z = values(mosaic_tpu, case, interpret=pltpu.InterpretParams(detect_races=True))

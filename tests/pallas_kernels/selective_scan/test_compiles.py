@@ -43,7 +43,7 @@ def test_each_pass_on_h100_is_one_kernel(triton):
     assert_one_kernel_and_few_bytes(compiled("h100", *cases))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_long_row_on_h100_takes_two_kernels_and_reads_its_inputs_twice(triton):
     for row in compiled("h100", "gpu_row_forward", "gpu_row_backward"):
         assert len(row["kernels"]) == 2

@@ -6,7 +6,7 @@ from tests.absent_compilers import COMPILERS
 from tests.triton_resources import resources_of
 
 CASES = "tests.pallas_kernels.selective_scan.compile_cases"
-SLOW = [("8.0", "backward"), ("9.0", "training"), ("12.0", "row_backward")]
+SLOW = [("8.0", "backward")]
 EVERY = [
     (capability, case)
     for capability in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")

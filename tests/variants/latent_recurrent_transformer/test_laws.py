@@ -26,6 +26,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
     strided_partition,
 )
 from tests.laws import B, StackLaws, draw_ids, quick, run
+from tests.marks import slow_except
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.latent_recurrent_transformer.switches import (
     RECURRENT,
@@ -41,13 +42,18 @@ SHARED = SWITCHES["shared"]
 slow = partial(pytest.param, marks=pytest.mark.slow)
 # A token's own state comes from a forward on the tokens before it: in the recurrence on
 # refined tokens, in training on the initial pass. So the two differ there.
-MEMORIES = ["shared", *(slow(name) for name in RECURRENT[1:] if name != "own state")]
+MEMORIES = slow_except(
+    ["shared"],
+    [name for name in RECURRENT if name != "own state"],
+    slow=["keys, averaged lags, reset"],
+)
 
 
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = frozenset(SWITCHES) - {"baseline", "shared"}
+    slow = frozenset({"every scale", "keys, averaged lags, reset"})
+    rare = frozenset(SWITCHES) - slow - {"baseline", "shared"}
     first = "shared"
 
     def documents(self, config):
@@ -111,7 +117,7 @@ def test_position_0_refined_is_initial(ids):
     assert_values_close(merged(model, ids, ((0, None, 2),))[:, 0], first[:, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_refreshed_singletons_are_exact_too(ids):
     """Whatever a token sees has been visited by then; earlier subsets see less."""
     model = build(SHARED)
@@ -295,7 +301,7 @@ def swept(model, ids, cache, lengths):
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_sweeps_end_at_the_exact_recurrence(ids):
     model = build(SHARED)
     lengths = jnp.asarray([T, 4], jnp.int32)

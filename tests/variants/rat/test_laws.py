@@ -26,14 +26,9 @@ from tests.variants.rat.switches import (
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = frozenset(
-        {
-            "no_positions_chunk_of_one",
-            "attention_beside_mamba",
-            "rat_beside_mamba",
-            "rat_beside_rt",
-            "averaged_memories_of_mamba_and_rt",
-        }
+    slow = frozenset({"rat_beside_mamba", "averaged_memories_of_mamba_and_rt"})
+    rare = frozenset(
+        {"no_positions_chunk_of_one", "attention_beside_mamba", "rat_beside_rt"}
     )
     first = "rat"
 

@@ -180,7 +180,12 @@ def test_learned_positions_have_no_table_in_a_pattern():
 
 
 @pytest.mark.parametrize(
-    "name", ["attention_beside_mamba", "rat_beside_mamba", "attention_beside_rt"]
+    "name",
+    slow_except(
+        (),
+        ["attention_beside_mamba", "rat_beside_mamba", "attention_beside_rt"],
+        slow=["rat_beside_mamba"],
+    ),
 )
 @pytest.mark.parametrize(
     "shape", slow_except((), [(8, 1, 1), (2, 2, 2)], slow=["(2, 2, 2)"])

@@ -178,7 +178,7 @@ def test_a_run_that_cannot_be_cut_is_refused_before_it_starts(tmp_path):
         Session(experiment(stack=config().model.stack, **cut), tmp_path)
 
 
-@pytest.mark.slow  # Two programs of a full training step.
+@pytest.mark.sweep
 def test_a_run_over_sequence_shards_trains_as_one_device_does(tmp_path, monkeypatch):
     matches = []
     for name, cut in {"one": {}, "eight": {"fsdp": 2, "sequence": 4}}.items():

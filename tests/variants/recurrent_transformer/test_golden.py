@@ -51,7 +51,7 @@ def runs(files, others=slow, dtypes=("own",)):
 
 
 @pytest.mark.parametrize(
-    ("path", "schedule", "dtype"), runs(BLOCKS, dtypes=("own", "float32"))
+    ("path", "schedule", "dtype"), runs(BLOCKS, others=sweep, dtypes=("own", "float32"))
 )
 def test_values_and_gradients_are_the_authors(path, schedule, dtype):
     case = load(path)

@@ -74,11 +74,6 @@ SWITCHES = {
         attention={"position": LearnedPositions(length=LENGTH)},
     ),
 }
-SLOW = frozenset(
-    (
-        "first, sequence",
-        "first, cycle_rev",
-        "learned positions, one layer looped",
-    )
-)
+SLOW = frozenset({"first, cycle_rev"})
+RARE = frozenset({"first, sequence", "learned positions, one layer looped"})
 build = transformer.build

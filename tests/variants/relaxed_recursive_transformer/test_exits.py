@@ -192,9 +192,9 @@ def test_whole_rows_leave_as_texts_do_token_by_token(missing):
 @pytest.mark.parametrize(
     "missing",
     [
-        pytest.param("propagate", marks=pytest.mark.slow),
+        pytest.param("propagate", marks=pytest.mark.sweep),
         "skip",
-        pytest.param("share", marks=pytest.mark.slow),
+        pytest.param("share", marks=pytest.mark.sweep),
     ],
 )
 def test_a_threshold_that_nothing_exceeds_is_the_full_model(missing):

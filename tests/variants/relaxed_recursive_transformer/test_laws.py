@@ -22,6 +22,7 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.relaxed_recursive_transformer.switches import (
     LLAMA,
     NEOX,
+    RARE,
     SLOW,
     SWITCHES,
     VOCABULARY,
@@ -36,7 +37,7 @@ OWN = [name for name, model in SWITCHES.items() if model.stack.loop_cache == "ow
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = SLOW
+    slow, rare = SLOW, RARE
     first = "cycle, untied, rank 3, rings"
 
     def documents(self, config):

@@ -36,6 +36,7 @@ from tests.training.compilation import quick_compilation
 from tests.variants.relaxed_recursive_transformer.rat_switches import (
     FULL,
     MAMBA,
+    RARE,
     RNN,
     RT,
     SLOW,
@@ -76,7 +77,7 @@ def deepens(loops: list[int]) -> bool:
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = SLOW
+    slow, rare = SLOW, RARE
     first = "rat, untied, rank 3, attention"
 
     def documents(self, config):
@@ -168,7 +169,9 @@ def test_one_loop_is_the_stack_itself_bit_for_bit(ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["dots", "block"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("dots", marks=pytest.mark.sweep), "block"]
+)
 def test_recomputed_gradients_are_the_same(remat, ids):
     model = build(EARLY)
     stack = model.config.stack
@@ -181,7 +184,11 @@ def test_recomputed_gradients_are_the_same(remat, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "sequence": 2}]
+    "axes",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"data": 4, "sequence": 2}, marks=pytest.mark.sweep),
+    ],
 )
 def test_eight_devices_compute_what_one_does(axes):
     model = build(EARLY)
@@ -253,7 +260,7 @@ def test_rows_leave_all_at_once_as_texts_do_token_by_token():
         pytest.param(EARLY, id="states"),
         pytest.param(WINDOWS, id="windows", marks=pytest.mark.sweep),
         pytest.param(MIXED, id="mamba", marks=pytest.mark.sweep),
-        pytest.param(small(RT, RNN, loops=3), id="rt", marks=pytest.mark.slow),
+        pytest.param(small(RT, RNN, loops=3), id="rt", marks=pytest.mark.sweep),
     ],
 )
 def test_slots_at_mixed_loops_say_what_one_row_at_a_time_does(config):

@@ -128,7 +128,7 @@ CASES = {
             for name in CASES
             for chunks in (1, 3)
         ],
-        slow=["both-1", *(f"{name}-3" for name in CASES)],
+        slow=["both-1"],
     ),
 )
 def test_losses_and_gradients_are_those_of_dense_tables(name, chunks, batch):
