@@ -30,6 +30,8 @@ HEARTBEAT_SECONDS = 10
 seconds keeps an entire pod waiting."""
 
 _ACTION_SECONDS = 8.0
+_EXIT_SECONDS = 1.0
+"""What the other processes have to exit after their last message."""
 _VERDICT_SECONDS = HEARTBEAT_SECONDS + 15.0
 """For how long an error that a lost process can have caused is held back: until that
 process' message is here, or jax's service has missed its heartbeats."""
@@ -162,6 +164,8 @@ class _Group:
                 for rank in range(self._count):
                     limit = int(1000 * (_ACTION_SECONDS + 2))
                     self._client.blocking_key_value_get(_left_key(rank), limit)
+                # Without the service jax aborts a process that has yet to exit.
+                time.sleep(_EXIT_SECONDS)
         os._exit(code)
 
     def _listen(self) -> None:

@@ -206,7 +206,7 @@ def test_an_index_names_shards():
     assert chosen == ["config.json", "model.safetensors.index.json", *shards]
 
 
-@pytest.mark.slow  # A process of its own, whose environment names the Hub.
+@pytest.mark.sweep
 def test_the_environment_names_hub_cache_and_token(
     hub, checkpoint, quick_compilation, tmp_path
 ):

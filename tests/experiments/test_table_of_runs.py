@@ -6,6 +6,7 @@ import pytest
 
 from experiments import table_of_runs
 from recurjax.run_table import load_experiment, load_runs
+from tests.marks import slow_except
 
 TEXT = table_of_runs.README.read_text()
 
@@ -55,8 +56,10 @@ def test_a_run_that_reproduces_a_papers_table_skips_no_step(paper):
     assert not [name for name in rows if made[name].training.spikes.enabled]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("paper", table_of_runs.TABLES)
+@pytest.mark.parametrize(
+    "paper",
+    slow_except((), table_of_runs.TABLES, slow=["rat", "recurrent_transformer"]),
+)
 def test_every_run_is_there_with_what_it_costs(paper):
     result = table_of_runs.filled(TEXT, paper, table_of_runs.table(paper))
     assert result == TEXT

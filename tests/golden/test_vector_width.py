@@ -27,7 +27,7 @@ def _has_wider() -> bool:
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not _has_wider(), reason="no vectors here are wider than AVX2's")
 def test_the_golden_gradients_hold_with_the_vectors_of_avx2():
     """Sums of another width round otherwise; a bound that only one CPU keeps is none.

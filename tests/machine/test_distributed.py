@@ -114,7 +114,7 @@ def stop_when_saved(pair, run, step=200):
     return reached, said
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_sigterm_to_one_process_makes_both_save_and_exit(quick_compilation, tmp_path):
     pair = start(quick_compilation, tmp_path, *ENDLESS)
     stop_when_saved(pair, tmp_path / "tiny")

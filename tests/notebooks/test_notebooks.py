@@ -65,11 +65,8 @@ a hundred training steps do not make up for."""
 
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("name", NAMES)
-QUICK = {
-    "first_tour.ipynb",
-    "pretrained_and_back.ipynb",
-}
-"""What `make test-slow` runs: the rest takes five minutes."""
+QUICK = {"first_tour.ipynb"}
+"""What `make test-slow` runs: the rest takes six minutes."""
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ def test_both_passes_of_a_recurrent_transformer_multiply_by_it(layers, monkeypat
     assert_gradients_close(gradients, expected)
 
 
+@pytest.mark.slow
 def test_the_exact_recurrence_of_a_latent_memory_multiplies_by_it(monkeypatch):
     """Its gradient is the one through XLA's products."""
     stack, x, tokens = make(latent())

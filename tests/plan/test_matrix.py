@@ -168,10 +168,8 @@ def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant, rows):
 
 
 @needs_compilers
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", ["int4", pytest.param("int8", marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
 def test_a_decode_step_on_a_tpu_reads_integers_where_they_lie(dtype):
     """Left to XLA a single row copied int8's table (1.4 times) and wrote the scales of
     int4 repeated over their groups (10 times, for Gemma 2B)."""

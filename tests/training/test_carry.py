@@ -369,6 +369,7 @@ def test_sharded_rows_carry_the_same_cache(accumulation, tmp_path, monkeypatch):
     assert_values_close(parts, np.asarray(expected)[0].swapaxes(0, 1))
 
 
+@pytest.mark.sweep
 def test_adapters_carry_the_cache_of_their_model(tmp_path):
     base = tmp_path / "base"
     console = Console(file=io.StringIO(), width=200)

@@ -119,7 +119,7 @@ def greedy(**settings) -> RequestSettings:
     "name",
     [
         "two loops",
-        "three loops, rings",
+        pytest.param("three loops, rings", marks=pytest.mark.sweep),
         pytest.param("loop 1's keys", marks=pytest.mark.slow),
     ],
 )

@@ -67,7 +67,9 @@ def test_one_token_of_one_row_lands_in_its_slot_or_nowhere(lengths):
     np.testing.assert_array_equal(written.values, -want)
 
 
-@pytest.mark.parametrize("slots, window", [(8, None), (4, 3)])
+@pytest.mark.parametrize(
+    "slots, window", [pytest.param(8, None, marks=pytest.mark.sweep), (4, 3)]
+)
 def test_a_token_is_seen_beside_its_write_as_after_it(slots, window):
     """Of layers that share no stack, as a TPU's decode step has them."""
     rows = 3

@@ -15,6 +15,7 @@ from pallas_kernels.chunk_attention.call import (
 )
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from tests.compiling import QUICK_COMPILE
+from tests.marks import slow_except
 from tests.pallas_kernels.laws import OracleCase
 from tests.tolerances import assert_gradients_close, assert_values_close
 
@@ -149,18 +150,21 @@ KERNEL_CASES = {
     "bfloat16": Case(37, dtype="bfloat16"),
 }
 _QUICK = ("prime", "cached ends")
-"""The rest repeats them at other sizes; compiling each costs seconds."""
+_SLOW = ("one position", "documents and cached ends", "a decode step", "bfloat16")
+"""The rest repeats these at other sizes; compiling each costs seconds."""
 
 
 def kernel_cases(backend: str, cases: dict[str, Case]) -> list:
-    """Returns a backend's cases as pytest's parameters, all but two marked slow."""
-    return [
+    """Returns a backend's cases as parameters; most are slow or a sweep."""
+    parameters = [
         pytest.param(
-            OracleCase(backend, case.length, _switches(case), case.dtype),
-            id=f"{backend} {name}",
-            marks=() if name in _QUICK else pytest.mark.slow,
+            OracleCase(backend, case.length, _switches(case), case.dtype), id=name
         )
         for name, case in cases.items()
+    ]
+    return [
+        pytest.param(*case.values, id=f"{backend} {case.id}", marks=case.marks)
+        for case in slow_except(_QUICK, parameters, slow=_SLOW)
     ]
 
 

@@ -17,7 +17,7 @@ BLOCKS = BlockSizes(block_q=16, block_k=4)
 KERNELS = partial(backend_passes, mosaic_tpu, interpret=True, blocks=BLOCKS)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_tpu_s_own_semantics_find_no_race(capfd):
     interpret = pltpu.InterpretParams(detect_races=True)
     passes = partial(backend_passes, mosaic_tpu, interpret=interpret, blocks=BLOCKS)

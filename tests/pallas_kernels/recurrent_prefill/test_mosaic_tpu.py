@@ -119,7 +119,7 @@ def test_gradients_of_several_groups_are_the_reference_s():
     [
         {},
         pytest.param({"key_heads": 1}, marks=pytest.mark.sweep),
-        pytest.param({"rope_width": 16, "alibi": None}, marks=pytest.mark.slow),
+        pytest.param({"rope_width": 16, "alibi": None}, marks=pytest.mark.sweep),
     ],
     ids=["", "grouped", "rotated"],
 )
@@ -156,7 +156,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole(changes):
 # More than one chunk of the cache for one row and less than one for the other, whose
 # free slots hold NaN; beyond them a row of another program's that holds nothing.
 @pytest.mark.slow
-@pytest.mark.parametrize("alibi", [8.0, None])
+@pytest.mark.parametrize("alibi", [8.0, pytest.param(None, marks=pytest.mark.sweep)])
 def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
     case = PLAIN._replace(positions=CHUNK + 20, batch=9, alibi=alibi)
     x, weights, _ = case.inputs()
@@ -275,8 +275,13 @@ def test_grouped_heads_are_the_reference_s():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [EVERYTHING, GROUPED, PLAIN._replace(dtype="bfloat16")],
-    ids=["switches", "grouped heads", "bfloat16"],
+    [
+        pytest.param(EVERYTHING, id="switches"),
+        pytest.param(GROUPED, id="grouped heads", marks=pytest.mark.sweep),
+        pytest.param(
+            PLAIN._replace(dtype="bfloat16"), id="bfloat16", marks=pytest.mark.sweep
+        ),
+    ],
 )
 def test_values_and_gradients_are_the_reference_s_with(case):
     check_values_and_gradients(case)

@@ -109,8 +109,8 @@ def test_a_step_is_that_of_the_loop_over_tiles(case, device, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(SWITCHES, id="switches", marks=pytest.mark.slow),
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.sweep),
+        pytest.param(SWITCHES, id="switches"),
     ],
 )
 def test_steps_have_the_gradient_of_the_loop_over_tiles(case, monkeypatch):

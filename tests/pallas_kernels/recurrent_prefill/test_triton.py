@@ -56,7 +56,13 @@ def test_values_and_gradients_are_the_reference_s():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [EVERYTHING, WAVEFRONT], ids=["switches", "wavefront"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(EVERYTHING, id="switches", marks=pytest.mark.sweep),
+        pytest.param(WAVEFRONT, id="wavefront"),
+    ],
+)
 def test_values_and_gradients_are_the_reference_s_with(case):
     check_values_and_gradients(case)
 
@@ -84,7 +90,7 @@ def test_other_activations_are_the_reference_s(name):
             64,
             marks=pytest.mark.slow,
         ),
-        pytest.param(WAVEFRONT._replace(positions=49), 32, marks=pytest.mark.slow),
+        pytest.param(WAVEFRONT._replace(positions=49), 32, marks=pytest.mark.sweep),
     ],
     ids=["two", "four", "wavefront"],
 )
@@ -217,7 +223,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole():
     assert not padding.any()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_rows_apart_fill_a_cache_by_sub_tiles():
     """Row 0 is full after 20 more; the padding behind them has no slots."""
     case = PLAIN._replace(positions=40)

@@ -52,7 +52,7 @@ MEMORIES = slow_except(
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = frozenset({"every scale", "keys, averaged lags, reset"})
+    slow = frozenset({"keys, averaged lags, reset"})
     rare = frozenset(SWITCHES) - slow - {"baseline", "shared"}
     first = "shared"
 

@@ -75,10 +75,10 @@ def whole(ids):
 
 CUTS = [
     ({"data": 2, "sequence": 4}, small(RNN, rat(), layers=2), SEGMENTS),
+    ({"data": 2, "sequence": 4}, ALL, SEGMENTS),
     *[
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.sweep)
         for case in (
-            ({"data": 2, "sequence": 4}, ALL, SEGMENTS),
             ({"data": 1, "sequence": 8}, ALL, None),
             ({"data": 1, "fsdp": 2, "sequence": 2, "tensor": 2}, ALL, None),
         )

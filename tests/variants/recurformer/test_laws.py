@@ -32,8 +32,7 @@ from tests.variants.transformer import switches as transformer
 class TestLaws(StackLaws):
     models = SWITCHES
     build = staticmethod(build)
-    slow = frozenset({"head_norms_caps_and_a_window_layer"})
-    rare = frozenset({"learned_positions"})
+    rare = frozenset({"head_norms_caps_and_a_window_layer", "learned_positions"})
     first = "ragged_groups"
 
     def documents(self, config):

@@ -34,6 +34,7 @@ from tests.cli.commands import assert_refused, recurjax
 from tests.compiling import QUICK_COMPILE, compiled_programs
 from tests.golden.cases import golden_cases, load
 from tests.inference.oracle import early_text
+from tests.marks import slow_except
 from tests.tolerances import assert_values_close
 from tests.training.compilation import quick_compilation
 from tests.variants.relaxed_recursive_transformer.switches import (
@@ -162,8 +163,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", MODELS)
+@pytest.mark.parametrize("missing", slow_except((), MODELS, slow=["share"]))
 def test_whole_rows_leave_as_texts_do_token_by_token(missing):
     model, threshold = build(MODELS[missing]), 0.02
     rule = ExitRule(kind="confidence", threshold=threshold)
@@ -233,7 +233,7 @@ def test_a_speed_with_exits_has_no_compiling_in_it():
     assert again.compile_seconds < first.compile_seconds
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
     model = build(MODELS["propagate"])
     draw = np.random.default_rng(0)

@@ -257,7 +257,7 @@ def test_rows_leave_all_at_once_as_texts_do_token_by_token():
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(EARLY, id="states"),
+        pytest.param(EARLY, id="states", marks=pytest.mark.slow),
         pytest.param(WINDOWS, id="windows", marks=pytest.mark.sweep),
         pytest.param(MIXED, id="mamba", marks=pytest.mark.sweep),
         pytest.param(small(RT, RNN, loops=3), id="rt", marks=pytest.mark.sweep),
