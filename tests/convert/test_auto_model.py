@@ -3,6 +3,7 @@
 Where peft is installed as well, a step of LoRA is taken too.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from tests.convert.test_to_torch import (
     run_of,
 )
 from tests.torch_python import PYTHON
+from tests.training.compilation import shared_by_workers
 
 # With transformers 4.57 or newer.
 pytestmark = pytest.mark.torch("transformers")
@@ -51,15 +53,28 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """The run and the export of each variant, and what the script says of them."""
-    folder = tmp_path_factory.mktemp("auto_model")
+    """The run and the export of each variant, and what the script says of them.
+
+    Whoever comes first exports and asks, of all processes that run tests.
+    """
+    folder = shared_by_workers(tmp_path_factory) / "auto_model"
+    folder.mkdir(exist_ok=True)
     runs = {name: run_of(STACKS[name], folder / name) for name in VARIANTS}
+    said = folder / "out" / "answers.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it
+        if not said.exists():
+            _ask(runs, folder)
+    return runs, folder, json.loads(said.read_text())
+
+
+def _ask(runs, folder) -> None:
     for name, run in runs.items():
         to_torch(run, folder / name, check=False)
         np.save(folder / name / "ids.npy", few_tokens(9))
     out = folder / "out"
     out.mkdir()
-    directories = [str(folder / name) for name in VARIANTS]
+    directories = [str(folder / name) for name in runs]
     # Modules of other directories with the same hash must not be met.
     environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     subprocess.run(
@@ -67,7 +82,6 @@ def exports(tmp_path_factory):
         check=True,
         env=environment,
     )
-    return runs, folder, json.loads((out / "answers.json").read_text())
 
 
 @pytest.fixture(params=VARIANTS)

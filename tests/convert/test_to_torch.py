@@ -490,6 +490,8 @@ def test_the_gpu_kernels_of_an_export_compute_what_plain_torch_does(name, tmp_pa
 
 
 EXITS = """
+import sys
+
 import numpy as np
 import torch
 from decoder_recurjax import exit_logits, generate_early, load

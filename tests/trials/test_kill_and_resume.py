@@ -38,7 +38,7 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_the_same_bits(runs):
     assert lines[2:] == ["1 of 1 ended bit-identical"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_one_changed_number_is_found(runs, tmp_path):
     root, _ = runs
     want = contents(root / "whole")
