@@ -67,7 +67,7 @@ test-lowering: $(LOWERED:%=.venv-jax-%/.installed)
 
 .venv-jax-%/.installed: constraints.txt
 	$(PYTHON312) -m venv .venv-jax-$*
-	grep -vE '^jax(lib)?==' constraints.txt > .venv-jax-$*/constraints.txt
+	grep -vE '^jax(lib|-cuda12-.*)?==' constraints.txt > .venv-jax-$*/constraints.txt
 	.venv-jax-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-jax-$*/constraints.txt \
 	  jax==$* jaxlib==$* jax-cuda12-plugin==$* jaxtyping jax-triton triton
 	@touch $@
