@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_the_reference(case):
     LAWS.test_values_and_gradients_are_those_of_the_reference(case)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_long_row_is_that_of_the_reference(monkeypatch):
     # The interpreter goes through rows and states one by one.
     sizes = "tests.pallas_kernels.selective_scan.test_selective_scan"
