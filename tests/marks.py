@@ -22,6 +22,8 @@ def slow_except(
             if hasattr(case, "marks")
             else ((case,), str(case), [])
         )
+        if {mark.name for mark in marks} & {"slow", "sweep"}:
+            raise ValueError(f"{identity} is marked already: pass the cases unmarked")
         if identity not in quick:
             rare = often is not None and identity not in often
             marks.append(pytest.mark.sweep if rare else pytest.mark.slow)

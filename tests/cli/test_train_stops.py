@@ -91,7 +91,7 @@ def test_a_run_that_diverges_names_a_checkpoint_from_before(
     assert max(saved(tmp_path / "tiny")) <= step - 7
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_run_of_which_no_step_counted_does_not_end_well(quick_compilation, tmp_path):
     few = ["--training.steps", 5, "--optimizer.learning-rate", 1e30]
     answer = resume(tmp_path / "tiny", *few)

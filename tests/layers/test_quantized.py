@@ -26,7 +26,7 @@ from recurjax.training.run import load_run
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import recurjax
 from tests.marks import slow_except
-from tests.surgery.test_adapters import EVERY, base_of, plain_logits
+from tests.surgery.test_adapters import VARIANTS, base_of, plain_logits
 from tests.tolerances import assert_values_close
 from tests.training.tiny_experiment import drawn
 
@@ -117,7 +117,7 @@ def test_a_step_of_an_accelerator_reads_them_by_groups(
 
 
 @pytest.mark.parametrize(
-    "variant", slow_except(("recurrent_transformer", "mamba"), EVERY, slow=())
+    "variant", slow_except(("recurrent_transformer", "mamba"), VARIANTS, slow=())
 )
 def test_a_variant_computes_as_with_the_rounded_weights(variant):
     model = in_weight_dtype(base_of(variant), "int8")

@@ -321,7 +321,7 @@ def train(root, *, stop_at_poll=None):
         return loop.train(carrying(), root, console=console)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_run_killed_inside_its_rows_goes_on_bit_for_bit(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(whole)
@@ -354,7 +354,7 @@ def first_steps(experiment, root, monkeypatch, devices):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_sharded_rows_carry_the_same_cache(accumulation, tmp_path, monkeypatch):
     one = carrying()
     want, alone = first_steps(one, tmp_path / "one", monkeypatch, 1)
@@ -369,7 +369,7 @@ def test_sharded_rows_carry_the_same_cache(accumulation, tmp_path, monkeypatch):
     assert_values_close(parts, np.asarray(expected)[0].swapaxes(0, 1))
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_adapters_carry_the_cache_of_their_model(tmp_path):
     base = tmp_path / "base"
     console = Console(file=io.StringIO(), width=200)

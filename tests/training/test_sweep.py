@@ -29,7 +29,7 @@ def swept(experiments, root, **options):
     return sweep(experiments, root, console=console, **options), message.getvalue()
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
     quick_compilation, tmp_path
 ):

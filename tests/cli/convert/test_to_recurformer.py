@@ -119,7 +119,7 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_recursive_model_is_written_out_first(base, tmp_path):
     looped, plain, heads = (tmp_path / name for name in ("looped", "plain", "heads"))
     options = ("--loops", "2", "--rank", "2")

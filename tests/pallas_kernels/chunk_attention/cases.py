@@ -156,16 +156,15 @@ _SLOW = ("one position", "documents and cached ends", "a decode step", "bfloat16
 
 def kernel_cases(backend: str, cases: dict[str, Case]) -> list:
     """Returns a backend's cases as parameters; most are slow or a sweep."""
+    quick, slow = ([f"{backend} {name}" for name in x] for x in (_QUICK, _SLOW))
     parameters = [
         pytest.param(
-            OracleCase(backend, case.length, _switches(case), case.dtype), id=name
+            OracleCase(backend, case.length, _switches(case), case.dtype),
+            id=f"{backend} {name}",
         )
         for name, case in cases.items()
     ]
-    return [
-        pytest.param(*case.values, id=f"{backend} {case.id}", marks=case.marks)
-        for case in slow_except(_QUICK, parameters, slow=_SLOW)
-    ]
+    return slow_except(quick, parameters, slow=slow)
 
 
 def _switches(case: Case) -> dict:

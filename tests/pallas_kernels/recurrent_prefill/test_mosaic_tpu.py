@@ -185,7 +185,6 @@ def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
         assert_values_close(new[0][seen], old[0][seen])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     slow_except(

@@ -54,7 +54,7 @@ def runs(tmp_path_factory, quick_compilation):
     return root, result.model
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_and_which_base_they_are_of(runs):
     root, _ = runs
     step, saved = arrays(root / "whole")

@@ -233,7 +233,7 @@ def test_a_speed_with_exits_has_no_compiling_in_it():
     assert again.compile_seconds < first.compile_seconds
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
     model = build(MODELS["propagate"])
     draw = np.random.default_rng(0)
