@@ -1,10 +1,10 @@
 """MQAR in miniature: how much attention does recall need?
 
 The paper's figure 7 for two CPU cores: rows small_mqar_* of runs.py, trained from
-nothing on up to 16 pairs and tested on up to 128 in 512 tokens, beta the share of heads
-that are Mamba from the start. Expect accuracy as at beta 0 wherever some attention is
-left, and at beta 1 a fall beyond 16 pairs. Mamba's convolution may give a value the key
-before it; `--conv 1` takes that away. A stopped set continues with the same command.
+nothing on 4, 8 and 16 pairs in 64 tokens and tested on 32 in 128 too, beta the share of
+heads that are Mamba from the start. Expect accuracy as at beta 0 wherever some
+attention is left. Mamba's convolution may give a value the key before it; `--conv 1`
+takes that away. A stopped set continues with the same command.
 
     python experiments/recurformer/mqar.py --runs runs/recurformer_mqar
 """

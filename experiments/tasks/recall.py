@@ -354,7 +354,7 @@ def _task_of(name: str) -> str:
 
 
 _MIXERS = re.compile(
-    r"(_(attention|swa|rt|lrt|rat16|rnn|mamba|memory|recurformer_\d+))+$"
+    r"(_(attention|swa|rt|lrt|rat\d+|rnn|mamba|memory|recurformer_\d+))+$"
 )
 
 

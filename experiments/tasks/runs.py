@@ -1,13 +1,13 @@
-"""Small tasks by sixteen small models of one size, for two CPU cores.
+"""Small tasks by eighteen small models of one size, for two CPU cores.
 
 Two layers of width 64 with four heads; the MLP's width makes all models as large as
 attention with 256, within half a percent. RT has eight heads and two thirds of the
 rate, since with four it stays at MQAR's floor. Positions are each paper's own: ALiBi
 for RT, rotation of tokens for LRT, attention, its window and RecurFormer's heads, of
-chunks for RAT; the RNN and Mamba have none. `recurformer_N` replaces N percent of the
-heads by Mamba; `mamba_swa` and the like name the mixers of both layers;
-`rat16_memory` is RAT with LRT's memory. All see the same rows with Adam; LRT and RAT
-with its memory make two passes over them.
+chunks for RAT; the RNN and Mamba have none. `ratN` has chunks of N tokens;
+`recurformer_N` replaces N percent of the heads by Mamba; `mamba_swa` and the like name
+the mixers of both layers; `rat16_memory` is RAT with LRT's memory. All see the same
+rows with Adam; LRT and RAT with its memory make two passes over them.
 
 Settings that can learn recall: embeddings as large as what a branch writes
 (`UNIT_VARIANCE`), an untied head, 64 rows per step (16 of MAD), 50 steps of warm-up
@@ -65,6 +65,8 @@ Mixer = Literal[
     "swa",
     "rt",
     "lrt",
+    "rat2",
+    "rat4",
     "rat16",
     "rnn",
     "recurformer_25",
@@ -83,6 +85,8 @@ MLP_WIDTHS: dict[Mixer, int] = {
     "swa": 256,
     "rt": 126,
     "lrt": 220,
+    "rat2": 223,
+    "rat4": 223,
     "rat16": 223,
     "rnn": 255,
     "recurformer_25": 242,
@@ -214,7 +218,7 @@ def stack(mixer: Mixer, *, vocabulary: int, length: int) -> StackConfig:
         )
     size = {"width": WIDTH, "heads": HEADS}
     places: dict[str, PlaceConfig] = {
-        "rat16": presets.rat(**size, chunk=16),
+        **{f"rat{chunk}": presets.rat(**size, chunk=chunk) for chunk in (2, 4, 16)},
         "rnn": presets.rnn(**size, length=length),
         "attention": presets.attention(**size),
         "swa": presets.attention(**size, window=length // 4),
@@ -265,7 +269,7 @@ def _small(name: str, *, mixer: Mixer, task: SmallTask) -> Experiment:
 RUNS: dict[str, Run] = {
     f"{task}_{mixer}": Run(
         make=partial(_small, mixer=mixer, task=sizes),
-        reproduces="no table: sixteen models of one size",
+        reproduces="no table: eighteen models of one size",
         expected="tokens to 0.9 in docs/tasks.md",
     )
     for task, sizes in TASKS.items()

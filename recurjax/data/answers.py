@@ -1,11 +1,12 @@
-"""Rows of fine-tuning examples: the loss counts on answers or assistant turns only.
+"""Rows of fine-tuning examples, with the loss on answers or assistant turns.
 
 An example is BOS (where the tokenizer has one), the prompt, the answer and EOS. A
 templated example begins as the template begins it, as it does when the model is served.
 An example of n tokens fills n - 1 positions: each position reads a token, and its
-target is the next token where that belongs to the answer. The source is RAT's
-fine-tuning, which has no BOS. In a conversation the answer is everything from the
-assistant's first word on, but only the assistant's own words are targets.
+target is the next token where that belongs to the answer, or to the prompt if that is
+learned too. The source is RAT's fine-tuning, which has no BOS. In a conversation the
+answer is everything from the assistant's first word on, but only the assistant's own
+words are targets.
 """
 
 import bisect
@@ -38,11 +39,13 @@ class Example(NamedTuple):
 
     Attributes:
       scored: which of the answer's tokens are learned; None: all.
+      learned: which of the prompt's tokens are learned; None: none.
     """
 
     prompt: Ids
     answer: Ids
     scored: Bool[np.ndarray, " _"] | None = None
+    learned: Bool[np.ndarray, " _"] | None = None
 
 
 def fitted(example: Example, length: int) -> Example:
@@ -57,9 +60,15 @@ def fitted(example: Example, length: int) -> Example:
         # A conversation is cut at its end, unless its first answer would be lost.
         most = max(tokens - len(example.prompt), tokens // 2)
     answer = example.answer[:most]
-    prompt = without_middle(example.prompt, tokens - len(answer), first=tokens // 2)
+    room, first = tokens - len(answer), tokens // 2
+    prompt = without_middle(example.prompt, room, first=first)
     scored = None if example.scored is None else example.scored[:most]
-    return Example(prompt, answer, scored)
+    learned = example.learned
+    if learned is not None and len(learned) > room:
+        learned = without_middle(learned, room, first=first)
+        # What precedes this token now is not what came before it.
+        learned[first:][:1] = False
+    return Example(prompt, answer, scored, learned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +97,8 @@ class AnswersDataset(RowsOfText):
             # would not change the fingerprint.
             sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
             parts = [sizes, example.prompt, example.answer]
-            parts += [] if example.scored is None else [example.scored]
+            masks = (example.scored, example.learned)
+            parts += [mask for mask in masks if mask is not None]
             for part in parts:
                 digest.update(part.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -169,13 +179,16 @@ def _fill(
     """Writes the examples that share a row by the plan, each cut to the row already."""
     at = 0
     for segment, member in enumerate(plan[number]):
-        prompt, answer, scored = examples[member]
+        prompt, answer, scored, learned = examples[member]
         # The last token is only a target, so it takes no input position.
         places = slice(at, at + len(prompt) + len(answer) - 1)
         batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
         # From the prompt's last position on, each position predicts the next token.
         targets = answer if scored is None else np.where(scored, answer, IGNORED)
         batch["targets"][r, places.stop - len(answer) : places.stop] = targets
+        if learned is not None:
+            targets = np.where(learned, prompt, IGNORED)[1:]
+            batch["targets"][r, at : at + len(targets)] = targets
         if "segments" in batch:
             batch["segments"][r, places] = segment
         at = places.stop
@@ -297,12 +310,15 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
     guarded = {} if template is None else template.guarded(tokenizer)
     texts = [(p, line.answer) for p, line in zip(prompts, lines, strict=True)]
     end = np.array([tokenizer.eos], np.int32)
-    examples = tuple(
-        Example(np.concatenate([begin, before]), np.concatenate([after, end]))
-        for begin, (before, after, _) in zip(
-            begins, encode_continued(tokenizer, texts, guarded=guarded), strict=True
-        )
-    )
+    examples = []
+    for begin, (before, after, _) in zip(
+        begins, encode_continued(tokenizer, texts, guarded=guarded), strict=True
+    ):
+        prompt, answer = np.concatenate([begin, before]), np.concatenate([after, end])
+        learned = None
+        if corpus.loss == "all":
+            learned = np.arange(len(prompt)) > 0  # nothing predicts the first token
+        examples.append(Example(prompt, answer, learned=learned))
     for number, example in enumerate(examples):
         if not len(example.prompt):
             raise UserError(
@@ -310,7 +326,7 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
                 "empty prompt, and the tokenizer has no BOS to start from: remove "
                 "that example"
             )
-    return examples
+    return tuple(examples)
 
 
 def _prompt(

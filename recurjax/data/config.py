@@ -215,9 +215,8 @@ class Mixture:
 class PromptAnswer:
     """Prompts with answers, one JSON object per line (`.gz` too); loss on the answers.
 
-    Loss counts on the answer's tokens and on the EOS that ends it. An example that is
-    longer than a row loses the middle of its prompt and keeps its beginning and end, as
-    in RAT's fine-tuning. An epoch is every example once.
+    An example that is longer than a row loses the middle of its prompt and keeps its
+    beginning and end, as in RAT's fine-tuning. An epoch is every example once.
 
     Attributes:
       patterns: paths or globs.
@@ -231,6 +230,8 @@ class PromptAnswer:
         message.
       rows: "one": one example per row, padded; "packed": as many as fit, which do not
         attend to each other.
+      loss: "answer": on the answer's tokens and on the EOS that ends it; "all": on the
+        prompt's tokens too, but for its first and the one after a lost middle.
     """
 
     patterns: tuple[str, ...]
@@ -238,10 +239,15 @@ class PromptAnswer:
     answer: str = "answer"
     template: str | None = None
     rows: Literal["one", "packed"] = "one"
+    loss: Literal["answer", "all"] = "answer"
 
     def __post_init__(self):
         _require_patterns(self, self.patterns)
         _require_rows(self, self.rows)
+        if self.loss not in ("answer", "all"):
+            raise UserError(
+                f"PromptAnswer: loss must be answer or all, got {self.loss!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

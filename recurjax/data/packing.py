@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Shaped
 
 REFILL = 128
 """Documents that join the buffer at a time, as in nanochat's loader."""
@@ -112,14 +112,14 @@ class _Unchanging(dict[str, Any]):
 
 
 def without_middle(
-    ids: Int32[np.ndarray, " T"], most: int, *, first: int | None = None
-) -> Int32[np.ndarray, " _"]:
+    ids: Shaped[np.ndarray, " T"], most: int, *, first: int | None = None
+) -> Shaped[np.ndarray, " _"]:
     """Returns at most `most` tokens: the first ones and the last ones.
 
     Source: LongBench's truncation of prompts, which RAT takes over.
 
     Args:
-      ids: token ids of a text.
+      ids: token ids of a text, or a figure of each.
       most: how many may stay.
       first: how many of them stand at the beginning; None: half of them.
     """

@@ -53,6 +53,7 @@ from recurjax.evaluation.offline_tasks.needles import (
     Haystack,
     NeedleTask,
     read_haystack,
+    same_characters,
     share_of_set,
     string_match,
 )
@@ -429,9 +430,10 @@ def _needle_task(
         return {
             "string_match": string_match(results[0], doc["answers"]),
             "share_of_set": share_of_set(results[0], doc["answers"]),
+            "same_characters": same_characters(results[0], doc["answers"]),
         }
 
-    metrics = ("string_match", "share_of_set")
+    metrics = ("string_match", "share_of_set", "same_characters")
     settings = {"tokens": source.tokens, "haystack": haystack.name}
     return ConfigurableTask(
         config={

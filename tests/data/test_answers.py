@@ -85,6 +85,26 @@ def test_a_long_prompt_loses_its_middle_and_keeps_both_ends(tmp_path):
     assert without_middle(ids, 1).tolist() == [6] and without_middle(ids, 7) is ids
 
 
+def test_a_prompt_is_learned_but_for_its_first_token_and_a_lost_middle(tmp_path):
+    file = written(tmp_path / "short.jsonl", ("abc", "42"), ("defghijklmnopqrst", "7"))
+    data = opened(file, fraction=0.0, loss="all")
+    batch = next(iter(data.loader("train", length=8, batch=2)))
+    got = sorted(told(*row) for row in zip(*batch.values(), strict=True))
+    # rst and 7 follow BOS and def: r is no target.
+    short, long = ("abc42", [*b"abc42", EOS]), ("defrst7", [*b"defst7", EOS])
+    assert got == [short, long]
+    learned_less = opened(file, fraction=0.0)
+    assert data.fingerprint != learned_less.fingerprint
+    packed = opened(file, fraction=0.0, loss="all", rows="packed")
+    (row,) = [next(iter(packed.loader("train", length=30, batch=1)))]
+    ids, targets = row["ids"][0], row["targets"][0]
+    # A target is the next token, of its own example.
+    asked = np.flatnonzero(targets[:-1] != IGNORED)
+    followed = asked[targets[asked] != EOS]
+    assert (targets[followed] == ids[followed + 1]).all()
+    assert (row["segments"][0][followed] == row["segments"][0][followed + 1]).all()
+
+
 def test_packed_rows_hold_whole_examples_that_do_not_see_each_other(file):
     data = opened(file, rows="packed")
     loader = data.loader("train", length=40, batch=1)
@@ -208,7 +228,7 @@ def test_a_prompt_behind_bos_begins_as_when_the_model_is_asked(tmp_path):
         validation_fraction=0.0,
     )
     data = open_dataset(config)
-    [(prompt, answer, _)] = data.examples
+    [(prompt, answer, *_)] = data.examples
     assert prompt.tolist() == [data.tokenizer.bos, *data.tokenizer.encode("a").tolist()]
     assert (prompt.tolist(), answer.tolist()) == ([0, 5], [6, 1])
 
@@ -250,6 +270,8 @@ def test_what_is_no_example_is_told_in_a_sentence(tmp_path):
         open_dataset(DataConfig(corpus=corpus, tokenizer=Bytes(bos=False)))
     with pytest.raises(UserError, match="leave packing and document_segments out"):
         DataConfig(corpus=corpus, tokenizer=Bytes(), document_segments=True)
+    with pytest.raises(UserError, match="loss must be answer or all, got 'prompt'"):
+        opened(bad, loss="prompt")
     with pytest.raises(UserError, match="PromptAnswer: cannot read the chat template"):
         opened(bad, template=str(tmp_path / "none.jinja"))
     with pytest.raises(UserError, match="validation split holds none of the 2 ex"):

@@ -198,6 +198,7 @@ def test_needles_are_measured_by_the_runs_own_tokenizer(harness, run):
     assert code == 0, err
     matches = json.loads(out)["results"]["offline_niah_single_2"]
     assert 0 <= matches["string_match,none"] <= 1 and "share_of_set,none" in matches
+    assert 0 <= matches["same_characters,none"] <= 1
     row = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
     assert (row["n"], row["limit"], row["seed"]) == (2, 2, 42)
     settings = {"fewshot": 0, "tokens": 768, "haystack": "embedded text"}

@@ -15,6 +15,7 @@ from recurjax.evaluation.offline_tasks.needles import (
     NEEDLES,
     NeedleTask,
     read_haystack,
+    same_characters,
     share_of_set,
     string_match,
 )
@@ -133,6 +134,9 @@ def test_scores_are_rulers_and_rats():
     assert share_of_set("12345678", ("1234567",)) == 0.0  # a digit too many
     assert string_match("12345678", ("1234567",)) == 1.0
     assert share_of_set("1234567\nmore, 7654321", wanted) == 0.5
+    assert same_characters(" 1234567, 7654321", wanted) == 1.0
+    assert same_characters("1934567", ("1234567",)) == pytest.approx(6 / 7)
+    assert same_characters("", wanted) == 0.0
 
 
 def test_ruler_and_the_harness_score_alike():

@@ -33,7 +33,12 @@ def script(monkeypatch):
 def test_an_epoch_learns_the_answers_of_all_kinds_of_needles(script, tmp_path):
     file = tmp_path / "out" / "needles.jsonl"
     count = script.write_problems(
-        file, ByteTokenizer(), tokens=TOKENS, rows=2, text=embedded_text()
+        file,
+        ByteTokenizer(),
+        kinds=tuple(NEEDLES),
+        tokens=TOKENS,
+        rows=2,
+        text=embedded_text(),
     )
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert count == len(lines) == 2 * len(NEEDLES)

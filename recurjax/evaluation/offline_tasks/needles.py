@@ -269,6 +269,17 @@ def share_of_set(answer: str, needles: Sequence[str]) -> float:
     return len(strings & parts) / len(strings)
 
 
+def same_characters(answer: str, needles: Sequence[str]) -> float:
+    """Returns the share of the wanted characters that an answer has in their places.
+
+    The wanted answer is the strings in the question's order with ", " between them.
+    Guessing gives 0.10 for numbers.
+    """
+    wanted = ", ".join(needles).lower()
+    given = answer.strip().lower()
+    return sum(map(str.__eq__, wanted, given)) / len(wanted)
+
+
 def _in_lines(
     form: NeedleSetting, needles: list[str], size: int, rng: np.random.Generator
 ) -> str:
