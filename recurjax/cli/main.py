@@ -117,6 +117,7 @@ def _answer(argv: Sequence[str] | None) -> int:
         keep = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
         if argv[0] in _KEEP_PROGRAMS:
             argv = [word for word in argv if word != "--no-cache"]
+        _check_options(argv[0], argv[1:])
         # Imported by name: `recurjax --version` should not wait for jax.
         command = _find(argv[0])
         if argv[0] != "train":  # which says so itself, after it has opened its run
@@ -183,6 +184,15 @@ def _find(name: str) -> Callable[[list[str]], int]:
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}: {hint}")
     return import_module(module_of(name)).run
+
+
+def _check_options(name: str, argv: Sequence[str]) -> None:
+    """Refuses wrong options of the slowest imports before them."""
+    if name in ("generate", "chat", "serve"):
+        # Imported here: `recurjax --version` should not wait for tyro.
+        from recurjax.cli.options import check_before_import
+
+        check_before_import(module_of(name), argv)
 
 
 def module_of(name: str) -> str:

@@ -1,5 +1,7 @@
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +39,12 @@ from recurjax.cli.evaluate.task import EvaluateTask
 from recurjax.cli.evaluate.text import EvaluateExits, EvaluateText
 from recurjax.cli.generate import GenerateOptions
 from recurjax.cli.inspect.report import ReportOptions
-from recurjax.cli.options import override, parse, run_script
+from recurjax.cli.options import (
+    check_before_import,
+    override,
+    parse,
+    run_script,
+)
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.push.card import CardOptions
 from recurjax.cli.push.command import PushOptions
@@ -51,6 +58,33 @@ from tests.cli.commands import recurjax
 from tests.test_config_ranges import reachable
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
+
+
+@pytest.mark.parametrize("kind", [GenerateOptions, ChatOptions, ServeOptions])
+def test_options_are_known_from_the_source_of_their_class(kind):
+    for field in dataclasses.fields(kind):
+        option = "--" + field.name.replace("_", "-")
+        nested = ".data" if dataclasses.is_dataclass(field.default) else ""
+        check_before_import(kind.__module__, [f"{option}{nested}", "1"])
+        check_before_import(kind.__module__, [f"--{field.name}{nested}=1"])
+    check_before_import(kind.__module__, ["run", "--help"])
+    with pytest.raises(UserError, match="no option --temprature: (did|see)"):
+        check_before_import(kind.__module__, ["run", "--temprature", "0"])
+
+
+def test_a_wrong_option_is_refused_before_jax_is_imported():
+    lines = ["import sys", "from recurjax.cli.main import main"]
+    for command in ("generate", "chat", "serve"):
+        lines += [f"assert main(['{command}', 'runs/mine', '--max-tokens', '3']) == 2"]
+    lines += ["sys.exit('jax' in sys.modules)"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no option --max-tokens: did you mean --max-new-tokens?" in done.stderr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
