@@ -12,6 +12,7 @@ from recurjax.data.config import Bpe, TokenizerFile
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.errors import UserError
 from recurjax.evaluation.offline_tasks import needles
 from recurjax.evaluation.offline_tasks.needles import NEEDLES
 from recurjax.types import IGNORED
@@ -56,6 +57,28 @@ def test_an_epoch_learns_the_answers_of_all_kinds_of_needles(script, tmp_path):
     asked = (batch["targets"] != IGNORED).sum()
     answers = [line["answer"] for line in lines[:15]]
     assert asked == sum(len(answer) + 1 for answer in answers)
+
+
+def test_some_kinds_are_learned_with_their_problems(script, tmp_path):
+    kinds = ("niah_single_1", "niah_multikey_2")
+    options = script.Options(
+        run=Path("base"), out=tmp_path, kinds=kinds, loss="all", rows=3, batch=2
+    )
+    file = tmp_path / "needles.jsonl"
+    text = embedded_text()
+    script.write_problems(
+        file, ByteTokenizer(), kinds=options.tasks, tokens=TOKENS, rows=3, text=text
+    )
+    run = script.fine_tuned(dataclasses.replace(config(), name="base"), options, file)
+    assert run.training.steps == 3  # 98 of 100 of six problems, two a step
+    batch = next(iter(open_dataset(run.data).loader("train", length=TOKENS, batch=5)))
+    # Everything but BOS is a target.
+    assert (batch["targets"][:, 0] != IGNORED).all()
+    lines = [json.loads(line) for line in file.read_text().splitlines()[:5]]
+    asked = (batch["targets"] != IGNORED).sum()
+    assert asked == sum(len(line["prompt"] + line["answer"]) + 1 for line in lines)
+    with pytest.raises(UserError, match="--kinds must be among .*, got niah_single"):
+        script.Options(run=Path("base"), kinds=("niah_single",))
 
 
 def test_a_trained_tokenizer_is_read_from_the_run(script, tmp_path):
