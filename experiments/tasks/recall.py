@@ -274,7 +274,10 @@ def _table_cell(ended: Sequence[Line]) -> str:
 def plot(
     runs: dict[Cell, list[Line]], task: str, png: Path, *, floor: float, seeds: int
 ) -> None:
-    """Draws accuracy over tokens: a color per mixer, a line per seed."""
+    """Draws accuracy over tokens: a color per mixer, a line per seed.
+
+    Mixers after the tenth have dashed lines of the first ones' colors.
+    """
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -290,7 +293,8 @@ def plot(
             axes.plot(
                 [line.tokens / 1e6 for line in lines],
                 [line.accuracy for line in lines],
-                color=f"C{number}",
+                color=f"C{number % 10}",
+                linestyle="-" if number < 10 else "--",
                 linewidth=1.2,
                 label=name,
             )

@@ -27,7 +27,7 @@ def recall(quick_compilation, monkeypatch):
 
 def test_the_models_of_a_task_are_of_one_size_and_see_the_same_rows(recall):
     runs = dict(recall.grid(recall.Options(tasks=("mqar",), seeds=1)))
-    assert len(runs) == 16
+    assert len(runs) == 18
     sizes = [count_parameters(run.model).total for run in runs.values()]
     assert max(sizes) / min(sizes) < 1.005
     first = next(iter(runs.values()))
