@@ -243,11 +243,8 @@ class PromptAnswer:
 
     def __post_init__(self):
         _require_patterns(self, self.patterns)
-        _require_rows(self, self.rows)
-        if self.loss not in ("answer", "all"):
-            raise UserError(
-                f"PromptAnswer: loss must be answer or all, got {self.loss!r}"
-            )
+        _require_choice(self, "rows", ("one", "packed"))
+        _require_choice(self, "loss", ("answer", "all"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +272,7 @@ class Conversations:
 
     def __post_init__(self):
         _require_patterns(self, self.patterns)
-        _require_rows(self, self.rows)
+        _require_choice(self, "rows", ("one", "packed"))
 
 
 Examples = PromptAnswer | Conversations
@@ -415,8 +412,10 @@ def _require_patterns(corpus: object, patterns: tuple[str, ...]) -> None:
         )
 
 
-def _require_rows(corpus: object, rows: str) -> None:
-    if rows not in ("one", "packed"):
+def _require_choice(corpus: object, field: str, choices: tuple[str, ...]) -> None:
+    value = getattr(corpus, field)
+    if value not in choices:
         raise UserError(
-            f"{type(corpus).__name__}: rows must be one or packed, got {rows!r}"
+            f"{type(corpus).__name__}: {field} must be {' or '.join(choices)}, got "
+            f"{value!r}"
         )

@@ -96,7 +96,7 @@ def test_a_prompt_is_learned_but_for_its_first_token_and_a_lost_middle(tmp_path)
     learned_less = opened(file, fraction=0.0)
     assert data.fingerprint != learned_less.fingerprint
     packed = opened(file, fraction=0.0, loss="all", rows="packed")
-    (row,) = [next(iter(packed.loader("train", length=30, batch=1)))]
+    row = next(iter(packed.loader("train", length=30, batch=1)))
     ids, targets = row["ids"][0], row["targets"][0]
     # A target is the next token, of its own example.
     asked = np.flatnonzero(targets[:-1] != IGNORED)
