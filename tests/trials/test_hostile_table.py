@@ -108,6 +108,7 @@ REASONS = {
     "reads what comes with the package, or the system's own files": [
         "bench.report:_processor",
         "cli.main:_reader_left",
+        "cli.options:check_before_import",
         "convert.torch.export:_defined_in",
         "convert.torch.export:_joined",
         "convert.torch.export:auto_source",
