@@ -166,13 +166,14 @@ def main(argv: list[str] | None = None) -> int:
                 run = experiment(name, options, carry=carry)
                 row, run = run.name, seeded(run, seed)
                 console.rule(run.name)
-                file = options.runs / run.name / "by_position.json"
+                root = options.runs / run.name
+                # A finished run is only checked to have these settings.
+                if train(run, root, console=console).outcome != "finished":
+                    console.print("stopped: the same command goes on from here")
+                    return 130
+                file = root / "by_position.json"
                 if not file.exists():
-                    result = train(run, options.runs / run.name, console=console)
-                    if result.outcome != "finished":
-                        console.print("stopped: the same command goes on from here")
-                        return 130
-                    figures = bits_by_position(run, options.runs / run.name)
+                    figures = bits_by_position(run, root)
                     write_atomic(file, json_text(figures, indent=2) + "\n")
                 figures = read_json_object(file, "a run's losses by position")
                 tell(results, row, seed, figures)

@@ -19,6 +19,7 @@ all` makes it predict the problems too, whose questions repeat a needle's words:
         --rows 20000 --batch 16 --rate 3e-3 --length 640 --seeds 3
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class Options:
 
     Attributes:
       run: run directory to start from.
-      out: gets needles.jsonl, a run directory `needles` for each seed, and results.md.
+      out: gets the problems, a run directory `needles` for each seed, and results.md.
       kinds: kinds of needles; empty: all eight.
       length: tokens of a problem and its answer; None: as the run was trained.
       loss: what is learned of a problem: "answer" or "all" of it.
@@ -90,6 +91,12 @@ class Options:
     def tasks(self) -> tuple[str, ...]:
         """The kinds of needles."""
         return self.kinds or tuple(NEEDLES)
+
+    def problems(self, *, tokens: int, text: str) -> Path:
+        """The file of the problems, whose name depends on what they are made of."""
+        made_of = json.dumps([str(self.run), self.tasks, tokens, self.rows, text])
+        digest = hashlib.sha256(made_of.encode()).hexdigest()
+        return self.out / f"problems_{digest[:8]}.jsonl"
 
 
 def write_problems(
@@ -159,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     tokens = options.length or start.experiment.training.length
     files = () if options.haystack is None else (options.haystack,)
     haystack = read_haystack(files, seed=42)
-    problems = options.out / "needles.jsonl"
+    problems = options.problems(tokens=tokens, text=haystack.text)
     if not problems.is_file():
         write_problems(
             problems,

@@ -81,6 +81,22 @@ def test_some_kinds_are_learned_with_their_problems(script, tmp_path):
         script.Options(run=Path("base"), kinds=("niah_single",))
 
 
+def test_problems_of_other_kinds_or_sizes_are_another_file(script):
+    options = script.Options(run=Path("base"), rows=3)
+    others = [
+        dataclasses.replace(options, rows=4),
+        dataclasses.replace(options, kinds=("niah_single_1",)),
+        dataclasses.replace(options, run=Path("other")),
+    ]
+    files = {options.problems(tokens=64, text="a")} | {
+        options.problems(tokens=65, text="a"),
+        options.problems(tokens=64, text="b"),
+        *(other.problems(tokens=64, text="a") for other in others),
+    }
+    assert len(files) == 6
+    assert options.problems(tokens=64, text="a") in files
+
+
 def test_a_trained_tokenizer_is_read_from_the_run(script, tmp_path):
     tiny = config()
     data = dataclasses.replace(tiny.data, tokenizer=Bpe(vocabulary=300))

@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 
 from experiments import stateful_training
+from recurjax.errors import UserError
 from recurjax.model import count_parameters
 
 
@@ -30,8 +31,10 @@ def test_a_small_set_trains_reads_on_and_resumes(quick_compilation, tmp_path, ca
     columns = "0 to 63 | 64 to 127 | 128 to 255 | 256 to 511"
     assert head == f"| bits per byte at positions | {columns} |"
     assert [row.split()[1] for row in rows] == ["rnn", "rnn_carry8"]
-    (tmp_path / "rnn" / "checkpoints").rename(tmp_path / "gone")
+    trained = (tmp_path / "rnn" / "metrics.jsonl").read_bytes()
     # A finished side is read, not trained.
     assert stateful_training.main(words) == 0
-    assert not (tmp_path / "rnn" / "checkpoints").exists()
+    assert (tmp_path / "rnn" / "metrics.jsonl").read_bytes() == trained
     assert (tmp_path / "results.md").read_text() == table
+    with pytest.raises(UserError, match="steps"):
+        stateful_training.main([*words[:-1], "3"])
