@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -309,12 +309,17 @@ def plot(
     write_figure(figure, png)
 
 
-def write_results(out: Path, tasks: dict[str, TaskConfig]) -> str:
-    """Writes the table and the pictures of what rows.jsonl holds of these tasks."""
+@cache
+def _floor(task: str) -> float:
+    data = load_experiment(f"{TABLE}:{task}_attention").data
+    assert isinstance(data, TaskData)
+    return floor_of(data.task)
+
+
+def write_results(out: Path) -> str:
+    """Writes the table and the pictures of all that rows.jsonl holds."""
     runs = read_lines(out / "rows.jsonl")
-    present = {cell.task for cell in runs}
-    floors = {name: floor_of(t) for name, t in tasks.items() if name in present}
-    runs = {cell: lines for cell, lines in runs.items() if cell.task in floors}
+    floors = {cell.task: _floor(cell.task) for cell in runs}
     for task, floor in floors.items():
         seeds = len({cell.seed for cell in runs if cell.task == task})
         plot(runs, task, out / f"{task}.png", floor=floor, seeds=seeds)
@@ -367,13 +372,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="recall.py")
     runs, console = grid(options), Console(stderr=True)
-    tasks: dict[str, TaskConfig] = {}
-    for cell, run in runs:
-        assert isinstance(run.data, TaskData)
-        tasks[cell.task] = run.data.task
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "rows.jsonl"
-    table = write_results(options.out, tasks)
+    table = write_results(options.out)
     for cell, run in runs:
         lines = read_lines(file).get(cell, [])
         if has_ended(lines, tokens=run.training.steps * run.training.tokens_per_step):
@@ -385,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(
                 f"{line.tokens:,} tokens: {line.accuracy:.3f}, {line.loss:.3f}"
             )
-        table = write_results(options.out, tasks)
+        table = write_results(options.out)
     print(table, end="")
     return 0
 

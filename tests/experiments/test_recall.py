@@ -110,6 +110,11 @@ def test_runs_that_ended_are_read_and_a_cut_one_is_made_again(
     words[words.index("1e5")] = "1.5e6"
     assert recall.main(words) == 0
     assert [cell.seed for cell in made[7:]] == [0]
+    # The table keeps what earlier calls made of other tasks.
+    words[words.index("mqar")] = "needles"
+    assert recall.main(words) == 0
+    table = (tmp_path / "results.md").read_text()
+    assert table.startswith("| M tokens to 0.9 | mqar (floor 0.250) | needles (floor ")
 
 
 @pytest.mark.sweep
