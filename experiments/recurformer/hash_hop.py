@@ -2,15 +2,13 @@
 
 The paper's table 4 for two CPU cores, with controls that it lacks. A base (row
 small_hash_hop of runs.py: four layers, strings of 4, chains of 4 among 12 pairs) is
-trained until it follows chains, first on single hops among few pairs: on the chains
-alone 22 million tokens did not suffice, and seeds 1 and 2 of the base still guess at
-the end. Then shares of its heads are replaced and each model, the base too, is trained
-on by a quarter of all these steps (`--further`), once for each seed: of Mamba's start,
-of the rows, and of the heads that `random` draws. `recent` replaces the heads of
-highest RA-I, `groups` complete groups by their mean, `least` those of lowest RA-I: if
-RA-I chooses better than chance, recent scores above random and least. The score is the
-longest right beginning of the chain over its length. A stopped set continues with the
-same command.
+trained until it follows chains, first on single hops among few pairs. Then shares of
+its heads are replaced and each model, the base too, is trained on by a quarter of all
+these steps (`--further`), once for each seed: of Mamba's start, of the rows, and of the
+heads that `random` draws. `recent` replaces the heads of highest RA-I, `groups`
+complete groups by their mean, `least` those of lowest RA-I: if RA-I chooses better than
+chance, recent scores above random and least. The score is the longest right beginning
+of the chain over its length. A stopped set continues with the same command.
 
     python experiments/recurformer/hash_hop.py --runs runs/recurformer_hash_hop
 """
