@@ -12,7 +12,7 @@ one that was cut again.
         --seeds 1 --tokens 1e6
 
 One core trains 10,000 to 20,000 tokens per second (RT and LRT a third to a half of
-that), so that a seed of mqar and needles takes about half an hour. The whole grid takes
+that), so that a seed of mqar and needles takes about half an hour. The full grid takes
 about three days: name tasks and mixers.
 """
 
