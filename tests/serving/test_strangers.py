@@ -261,7 +261,7 @@ def test_the_limits_are_those_of_the_document():
     assert (port.HEADER_SECONDS, port.MOST_CONNECTIONS) == (10.0, 512)
     assert "a body of 4 MiB; 65,536 ids" in table
     assert (serving.LARGEST_TEXT, serving.MOST_IDS) == (2**22, 2**16)
-    assert "65,536, and the tokens of its prompts" in table
+    assert "commas, brackets and texts in the JSON of a body | 65,536, plus" in table
     assert "JSON of a body | 16,384 |" in table and MOST_NAMES == 2**14
     assert "4,096; 64 characters; 65,536 characters of JSON" in table
     limits = (MOST_MESSAGES, LONGEST_ROLE, LONGEST_OPTIONS)
