@@ -12,6 +12,7 @@ pairs is complete once all later units are done; it leads through z and the MLP 
 gradient of what the unit attended to. Everything else waits until the tile is done.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,6 +68,9 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
     skew,
     split_units,
 )
+
+Pull = Callable[[Array], tuple[Array]]
+"""What `jax.vjp` returns for a function of one array; its residuals are leaves."""
 
 
 class Attending(NamedTuple):
@@ -276,6 +280,26 @@ class TileRows(NamedTuple):
     attended: Array
 
 
+class Linearized(NamedTuple):
+    """The recurrence's functions of a tile's rows, linearized before its loop.
+
+    Only gradients are sequential, and in a loop of a few rows an operation of XLA for
+    CPUs costs more to start than to run.
+
+    Attributes:
+      key, source, mlp_norm: from the gradient of a function's output to that of its
+        input: `norm_and_rotate` of the persistent key, `persistent_source`, the MLP's
+        norm.
+      slopes: derivatives of the MLP's activation by each of its inputs, shaped as
+        `pre`.
+    """
+
+    key: Pull
+    source: Pull
+    mlp_norm: Pull
+    slopes: Array
+
+
 class RowGradients(NamedTuple):
     """Gradients of a tile's rows [L, b, B, ...], from which the weights' follow.
 
@@ -330,7 +354,7 @@ def recur_backward(
 
     def unit(carry, inputs):
         do, delta = carry
-        i, dz, dpairs, row, v, p, rotary = inputs
+        i, dz, dpairs, attended, at, v, p = inputs
         # dk and dv are complete: later tiles' part came in, and the tile's later units
         # have left their do and delta. A unit that is not done yet has do = 0.
         if U > 1:
@@ -341,36 +365,51 @@ def recur_backward(
             dpairs = jax.tree.map(jnp.add, dpairs, inside)
         dk, dv = (jnp.moveaxis(g, 4, 1).reshape(L, u, B, -1) for g in dpairs)
         # Through the k-norm, the pair's projection and its norm to z.
-        k, _ = jnp.split(row.projected, 2, axis=-1)
-        _, pull = jax.vjp(lambda k: norm_and_rotate(k, w.k_norm, rotary, spec), k)
-        dprojected = jnp.concatenate([*pull(_heads(dk, K, E)), dv], axis=-1)
+        dprojected = jnp.concatenate([*at.key(_heads(dk, K, E)), dv], axis=-1)
         dsource = few_rows_linear(dprojected, transposed.w_kv)
-        dz = dz + _pull(partial(persistent_source, w=w, spec=spec), row.z, dsource)
+        dz = dz + at.source(dsource)[0]
         # Through the MLP and its norm to y.
         dhidden = few_rows_linear(s * dz, transposed.w_down)
-        dpre = _pull(partial(activate, spec=spec, gated=gated), row.pre, dhidden)
+        if gated:
+            dhidden = jnp.concatenate([dhidden, dhidden], axis=-1)
+        dpre = at.slopes * dhidden
         dnormed = few_rows_linear(dpre, transposed.w_in)
-        before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
-        dy = dz + _pull(before, row.y, dnormed)
+        dy = dz + at.mlp_norm(dnormed)[0]
         # Through W_out to what the unit attended to.
         new_do = few_rows_linear(s * dy, transposed.w_out)
         new_do = _heads(new_do, spec.heads, E)
-        new_delta = jnp.sum(new_do * _heads(row.attended, spec.heads, E), axis=-1)
+        new_delta = jnp.sum(new_do * _heads(attended, spec.heads, E), axis=-1)
         new_do = jnp.moveaxis(new_do.reshape(L, u, B, K, -1, E), 1, 4)
         new_delta = jnp.moveaxis(new_delta.reshape(L, u, B, K, -1), 1, 4)
         update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * u, axis=4)
         carry = update(do, new_do.astype(spec.dtype)), update(delta, new_delta)
         return carry, RowGradients(dk, dprojected, dsource, dz, dpre, dnormed, dy)
 
+    def linearized(rows: TileRows, rotary: Rotary | None) -> Linearized:
+        k, _ = jnp.split(rows.projected, 2, axis=-1)
+        before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
+        act = partial(activate, spec=spec, gated=gated)
+        hidden, pull = jax.vjp(act, rows.pre)
+        return Linearized(
+            key=_pull_of(lambda k: norm_and_rotate(k, w.k_norm, rotary, spec), k),
+            source=_pull_of(partial(persistent_source, w=w, spec=spec), rows.z),
+            mlp_norm=_pull_of(before, rows.y),
+            # Number by number: both halves of a gated MLP's `pre` reach one output.
+            slopes=pull(jnp.ones_like(hidden))[0],
+        )
+
     split = partial(split_units, geometry=geometry)
     inputs = (
         jnp.arange(U),
         split(dz, axis=1),
         jax.tree.map(partial(split, axis=4), dlater),
-        jax.tree.map(partial(split, axis=1), rows),
+        split(rows.attended, axis=1),
+        jax.vmap(linearized)(
+            jax.tree.map(partial(split, axis=1), rows),
+            jax.tree.map(partial(split, axis=1), rotary),
+        ),
         split(values, axis=4),
         split(p, axis=5),
-        jax.tree.map(partial(split, axis=1), rotary),
     )
     zero = jnp.zeros(q.shape, spec.dtype), jnp.zeros(q.shape[:-1], wide)
     (do, delta), gradients = jax.lax.scan(unit, zero, inputs, reverse=True)
@@ -397,9 +436,9 @@ def _heads(rows: Array, heads: int, width: int) -> Array:
     return rows.reshape(*rows.shape[:-1], heads, width)
 
 
-def _pull(function, at: Array, gradient: Array) -> Array:
-    """Returns the gradient of function's argument."""
-    return jax.vjp(function, at)[1](gradient)[0]
+def _pull_of(function: Callable[[Array], Array], at: Array) -> Pull:
+    """Returns what maps the gradient of function's value to its argument's."""
+    return jax.vjp(function, at)[1]
 
 
 def zeros_like_weights(w: PreparedWeights, dtype) -> PreparedWeights:
@@ -467,10 +506,19 @@ def add_projections(
 
 def _product(rows: Array, gradients: Array, spec: LayerSpec) -> Array:
     """Contracts rows [L, b, B, N] with [L, b, B, M] to [L, N, M]."""
-    rows, narrow = rows.astype(spec.dtype), gradients.astype(spec.dtype)
-    return jnp.einsum(
-        "ltbn,ltbm->lnm", rows, narrow, preferred_element_type=gradients.dtype
+    wide = gradients.dtype
+    # Positions and batch as one axis: with two to contract XLA for CPUs first copies
+    # the rows, number by number.
+    rows, gradients = (
+        part.astype(spec.dtype).reshape(part.shape[0], -1, part.shape[-1])
+        for part in (rows, gradients)
     )
+    if rows.shape[0] == 1:  # a plain product, as in `linear`
+        product = jnp.einsum(
+            "tn,tm->nm", rows[0], gradients[0], preferred_element_type=wide
+        )
+        return product[None]
+    return jnp.einsum("ltn,ltm->lnm", rows, gradients, preferred_element_type=wide)
 
 
 def _sum(gradients: Array, bias: Array | None) -> Array | None:
