@@ -19,6 +19,8 @@ MARKERS = {
     "what there is": "name it",
 }
 """Each marker, and what the field writes instead."""
+LONGEST_HEADING = 120
+"""Characters; headings of measurements hold their command."""
 FOLDERS = ("docs", "experiments", "notebooks", "pallas_kernels", "recurjax", "tests")
 PROSE = re.compile(r'"""(.*?)"""|(?:^|\s)#:? ([^\n]*)', re.DOTALL | re.MULTILINE)
 
@@ -44,3 +46,13 @@ def test_no_marker_word_is_frequent():
         rate = 1e4 * counts.total() / words
         most = ", ".join(f"{name} {n}" for name, n in counts.most_common(5))
         assert rate <= MOST, f"{marker}: {rate:.1f} of 10,000 words ({instead}): {most}"
+
+
+def test_headings_and_tables_have_lines_of_their_own():
+    """Joined to the paragraph or the row behind them they are not rendered as such."""
+    for name, text in prose().items():
+        if name.endswith(".md"):
+            for line in text.splitlines():
+                joined = "|---|" in line and re.search(r"[a-z]", line)
+                long = re.match("#+ ", line) and len(line) > LONGEST_HEADING
+                assert not joined and not long, f"{name}: {line[:100]}"

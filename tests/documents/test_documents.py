@@ -63,11 +63,10 @@ def write_inputs(folder):
     (folder / "chats.jsonl").write_text(f"{row}\n" * 40)
     [further] = [
         block.body
-        for block in blocks_of(ROOT / "recurjax" / "convert" / "README.md")
+        for block in blocks_of(ROOT / "docs" / "import.md")
         if "def config()" in block.body
     ]
-    here = further.replace("imported/config.json", "runs/base/config.json")
-    (folder / "further.py").write_text(here)
+    (folder / "further.py").write_text(further)
     # In the place of a checkpoint of the Hub.
     random_checkpoint(folder / "tiny")
     (folder / "tiny" / "byte_tokenizer.json").unlink()  # its tokenizer.json chats

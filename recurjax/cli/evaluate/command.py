@@ -63,8 +63,8 @@ USAGE = """usage: recurjax evaluate KIND RUN [options]
 
 `recurjax evaluate RUN --text FILE` is short for `text`. RUN is a run directory, also in
 a bucket (gs://, s3://), or hf:OWNER/NAME[@REVISION] of the Hub. Results are printed as
-JSON and appended to RUN/evaluations.jsonl. The same command resumes an evaluation that
-was killed.
+JSON and appended to RUN/evaluations.jsonl. After a kill the same command
+resumes core, harness and requests.
 recurjax evaluate KIND --help lists the options of each."""
 
 

@@ -16,7 +16,7 @@ from recurjax.training.run import load_run
 
 USAGE = """usage: recurjax card RUN --license LICENSE [options]
 
-  recurjax card runs/quickstart --license apache-2.0 --out README.md
+  recurjax card runs/quickstart --license apache-2.0 --out card.md
 
 Prints the model card of a run, as recurjax push sends it.
 recurjax card --help lists the options."""
