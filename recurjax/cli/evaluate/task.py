@@ -45,8 +45,8 @@ class EvaluateTask(Benchmark):
     other model with those of the task's source.
 
     Attributes:
-      task: name of the task: mqar, hash_hop, copy, s3, s5, parity, mad_noisy_recall or
-        another of MAD's.
+      task: name of the task: mqar, hash_hop, hash_hop_full, needles, copy, s3, s5,
+        parity, mad_noisy_recall or another of MAD's.
       length: tokens per row, at least those of the task's rows; None: those of the
         task.
       limit: rows per setting of the task; None: all.
