@@ -1,4 +1,4 @@
-"""The packages' own source, as syntax trees."""
+"""The packages' own source, as syntax trees, and the documents."""
 
 import ast
 from functools import cache
@@ -6,6 +6,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("recurjax", "pallas_kernels")
+FOLDERS = ("docs", "experiments", "notebooks", "pallas_kernels", "recurjax", "tests")
+"""Those with prose: documents, docstrings and comments."""
+
+
+def documents() -> list[Path]:
+    """Returns all Markdown files, those of the root first."""
+    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")]
+    return [*sorted(ROOT.glob("*.md")), *sorted(inside)]
 
 
 @cache

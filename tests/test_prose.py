@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from tests.source_tree import ROOT
+from tests.source_tree import FOLDERS, ROOT, documents
 
 MOST = 4.0
 """Occurrences of one marker per 10,000 words."""
@@ -21,16 +21,13 @@ MARKERS = {
 """Each marker, and what the field writes instead."""
 LONGEST_HEADING = 120
 """Characters; headings of measurements hold their command."""
-FOLDERS = ("docs", "experiments", "notebooks", "pallas_kernels", "recurjax", "tests")
 PROSE = re.compile(r'"""(.*?)"""|(?:^|\s)#:? ([^\n]*)', re.DOTALL | re.MULTILINE)
 
 
 def prose() -> dict[str, str]:
     """Returns documents, and the docstrings and comments of code, by file."""
-    texts = {path.name: path.read_text() for path in ROOT.glob("*.md")}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in documents()}
     for folder in FOLDERS:
-        for path in (ROOT / folder).rglob("*.md"):
-            texts[str(path.relative_to(ROOT))] = path.read_text()
         for path in (ROOT / folder).rglob("*.py"):
             pieces = PROSE.findall(path.read_text())
             texts[str(path.relative_to(ROOT))] = "\n".join(a or b for a, b in pieces)
@@ -50,9 +47,8 @@ def test_no_marker_word_is_frequent():
 
 def test_headings_and_tables_have_lines_of_their_own():
     """Joined to the paragraph or the row behind them they are not rendered as such."""
-    for name, text in prose().items():
-        if name.endswith(".md"):
-            for line in text.splitlines():
-                joined = "|---|" in line and re.search(r"[a-z]", line)
-                long = re.match("#+ ", line) and len(line) > LONGEST_HEADING
-                assert not joined and not long, f"{name}: {line[:100]}"
+    for path in documents():
+        for line in path.read_text().splitlines():
+            joined = "|---|" in line and re.search(r"[a-z]", line)
+            long = re.match("#+ ", line) and len(line) > LONGEST_HEADING
+            assert not joined and not long, f"{path.relative_to(ROOT)}: {line[:100]}"

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_tree import ROOT, modules, tree_of
+from tests.source_tree import ROOT, documents, modules, tree_of
 
 TWINS = "recurjax.convert.torch.modules."
 """PyTorch's templates, whose methods are PyTorch's and transformers' interfaces."""
-FOLDERS = ("docs", "experiments", "notebooks", "pallas_kernels", "recurjax", "tests")
 LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)")
-
-
-def documents() -> list[Path]:
-    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")]
-    return [*ROOT.glob("*.md"), *inside]
 
 
 def dead_links(document: Path, text: str) -> list[str]:

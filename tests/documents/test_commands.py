@@ -21,16 +21,17 @@ from recurjax.cli.main import COMMANDS, module_of
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.run_table import find_experiment
-from tests.documents.blocks import FENCE, LANGUAGES
+from tests.documents.blocks import FENCE, blocks_of
+from tests.source_tree import ROOT, documents
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "experiments", "notebooks", "pallas_kernels", "recurjax", "tests")
 START = r"(?:recurjax(?= )|python (?:experiments/[\w/]+\.py|-m experiments[\w.]+))"
 INLINE = re.compile(rf"`({START}(?: [^`]*)?)`")
-LINE = re.compile(rf"^ *(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?({START}.*)$", re.MULTILINE)
+LINE = re.compile(
+    rf"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?({START}.*)$", re.MULTILINE
+)
 INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
 PATTERN = re.compile(r"\.\.\.|[|\[{…]|\b(?:COMMAND|EXPERIMENT|KIND)\b")
-"""In what stands for several commands."""
+"""In the form of several commands."""
 UNPARSED = ("doctor", "experiments", "new", "runs")
 """Commands that read their few words themselves."""
 GROUPS = ("convert", "data", "evaluate")
@@ -42,12 +43,10 @@ ELSEWHERE = re.compile("there is no directory|needs the package")
 
 def commands_of(document: Path) -> list[list[str]]:
     """Returns the words of each command in a document, each once."""
-    text = re.sub(r"\\\n *", " ", document.read_text())
-    blocks = [each["body"] for each in FENCE.finditer(text)]
-    known = [each["language"] in LANGUAGES for each in FENCE.finditer(text)]
-    lines = [body for body, shown in zip(blocks, known, strict=True) if shown]
-    lines += INDENTED.findall(FENCE.sub("", text))
-    found = INLINE.findall(FENCE.sub("", text)) + LINE.findall("\n".join(lines))
+    around = _joined(FENCE.sub("", document.read_text()))
+    lines = [_joined(block.body) for block in blocks_of(document)]
+    lines += INDENTED.findall(around)
+    found = INLINE.findall(around) + LINE.findall("\n".join(lines))
     found = [" ".join(each.split("  #")[0].split()) for each in found]
     return [
         shlex.split(re.sub(r"\b(?:gs|s3)://", "", each))
@@ -56,12 +55,9 @@ def commands_of(document: Path) -> list[list[str]]:
     ]
 
 
-def documents() -> list[Path]:
-    """Returns the documents that show a command."""
-    files = [*ROOT.glob("*.md")]
-    for folder in FOLDERS:
-        files += (ROOT / folder).rglob("*.md")
-    return [each for each in sorted(files) if commands_of(each)]
+def _joined(text: str) -> str:
+    """Joins lines that end with a backslash to the next."""
+    return re.sub(r"\\\n *", " ", text)
 
 
 class Taken(BaseException):
@@ -106,7 +102,7 @@ def has_parser(script: str) -> bool:
 
 
 def call_command(words: list[str], monkeypatch) -> None:
-    """Calls a command of recurjax; sft stands for experiments of the reader."""
+    """Calls a command of recurjax, with sft where the reader has an experiment."""
     command, *rest = words[1:]
     if command in ("train", "plan", "describe") and not rest[0].startswith("-"):
         file = rest[0]
@@ -118,35 +114,41 @@ def call_command(words: list[str], monkeypatch) -> None:
     import_module(module_of(command)).run(rest)
 
 
-def is_shortened(words: list[str]) -> bool:
-    """Returns whether a command is named without what it works on."""
-    rest = words[3:] if words[1] in GROUPS else words[2:]
-    return not rest or rest[0].startswith("-")
+def is_skipped(words: list[str]) -> bool:
+    """Returns whether a command has no words for a parser."""
+    if words[0] != "recurjax":
+        return len(words) == 2 and not has_parser(words[1])
+    named_only = not arguments_of(words)  # in a sentence
+    return words[1] in (*UNPARSED, "--version") or words[-1] == "--help" or named_only
+
+
+def arguments_of(words: list[str]) -> list[str]:
+    """Returns the words after the name of a command of recurjax."""
+    return words[3:] if words[1] in GROUPS else words[2:]
 
 
 @pytest.mark.parametrize(
-    "document", documents(), ids=lambda path: str(path.relative_to(ROOT))
+    "document",
+    [path for path in documents() if commands_of(path)],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_parsers_take_the_commands(document, parsers, monkeypatch):
     wrong = []
     for words in commands_of(document):
+        if is_skipped(words):
+            continue
         of_ours = words[0] == "recurjax"
-        if of_ours and (words[1] in (*UNPARSED, "--version") or words[-1] == "--help"):
-            continue
-        if not of_ours and len(words) == 2 and not has_parser(words[1]):
-            continue
         if of_ours and words[1] not in COMMANDS:
             wrong.append(f"{shlex.join(words)}: there is no such command")
             continue
-        if of_ours and not words[3 if words[1] in GROUPS else 2 :]:
-            continue  # a command's name in a sentence
         try:
             (call_command if of_ours else call_script)(words, monkeypatch)
-            wrong.append(f"{shlex.join(words)}: no parser was asked")
+            wrong.append(f"{shlex.join(words)}: no parser was called")
         except Taken:
             pass
         except UserError as error:
-            allowed = of_ours and is_shortened(words) and SHORTENED.match(str(error))
+            shortened = of_ours and arguments_of(words)[0].startswith("-")
+            allowed = shortened and SHORTENED.match(str(error))
             if not allowed and not ELSEWHERE.search(str(error)):
                 wrong.append(f"{shlex.join(words)}: {error}")
         except SystemExit as error:

@@ -102,8 +102,8 @@ def tile_and_chunk(
     if schedule == "naive":
         return block, 256 if keys is None else keys
     if tile is None:
-        even = -(-positions // -(-positions // 64))
-        tile = -(-even // block) * block
+        tiles = -(-positions // 64)
+        tile = -(-positions // (tiles * block)) * block
     return tile, 128 if keys is None else keys
 
 
